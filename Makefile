@@ -61,6 +61,7 @@ test-schedulers: .venv/ready
 	$(call tests,-n 2 --dist loadfile,tests/schedulers)
 
 test-thorough: .venv/ready  ## the same as test-full with the tests marked thorough, and of the others all rounds
+	$(BIN)/pip install --quiet --disable-pip-version-check ckpt-chaos==0.1.8
 	$(MAKE) --no-print-directory test-full MORE=--all
 
 # Several GB for each end, made once in .venv/versions: not for continuous integration, which prints what was run last.

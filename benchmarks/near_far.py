@@ -1,14 +1,16 @@
 """Near and far: what a far directory costs a save, one without an answer too; and how soon a killed job makes its next step.
 
-Ratios of one run. Two questions:
+Ratios of one run. Three questions:
 
     python benchmarks/near_far.py calls --mebibytes 128
+    python benchmarks/near_far.py frozen --seconds 600 --mebibytes 16
     python benchmarks/near_far.py restarts --mebibytes 2048
 
 ``calls``: saves on ``/dev/shm`` in turn, without a mirror, with one in a directory, and with one whose file system is stopped
-(bindfs, needs root). ``restarts``: a job that saved there, or on a disk, with a mirror behind it, is killed with all its
-processes; the time from the kill to the first step of the next one, with the files on the disk in the page cache and not. The
-start of Python and torch is in it; what of it is the resume is told besides.
+(bindfs, needs root). ``frozen``: a job whose far end is stopped for so long, and comes back; beside it one without a far end.
+``restarts``: a job that saved there, or on a disk, with a mirror behind it, is killed with all its processes; the time from the
+kill to the first step of the next one, with the files on the disk in the page cache and not. The start of Python and torch is
+in it; what of it is the resume is told besides.
 """
 
 import argparse
@@ -92,6 +94,55 @@ def calls(mebibytes: int, rounds: int, disk: Path) -> dict[str, float]:
     return medians
 
 
+def frozen(mebibytes: int, seconds: float, disk: Path) -> dict[str, float]:
+    """Saves near while the far end is stopped for ``seconds``: how many fail, what a call takes, when the newest is far."""
+    state, errors, far_since = made(mebibytes), 0, 0.0
+    with contextlib.ExitStack() as stack:
+        near = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
+        dead = stack.enter_context(stopped(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))))
+        mirror = Mirror(url=str(dead / "run"), keep_last=1)
+        ways = {
+            name: stack.enter_context(
+                Checkpointer(near / name, CheckpointConfig(mirror=config, retention=Retention(keep_last=2)))
+            )
+            for name, config in (("none", Mirror()), ("frozen", mirror))
+        }
+        ways["frozen"].save(0, state)
+        ways["frozen"].wait(mirrored=True)
+        subprocess.run(["pkill", "-STOP", "-f", f"bindfs.*{dead}"], check=True)
+        calls_s: dict[str, list[float]] = {name: [] for name in ways}
+        begun, step = time.monotonic(), 0
+        while time.monotonic() - begun < seconds:
+            step += 1
+            for name, ckpt in ways.items():
+                state["model"]["t0"].add_(1)
+                called = time.perf_counter()
+                handle = ckpt.save(step, state)
+                calls_s[name].append(time.perf_counter() - called)
+                try:
+                    handle.result()
+                except OSError:
+                    errors += 1
+            time.sleep(0.5)
+        subprocess.run(["pkill", "-CONT", "-f", f"bindfs.*{dead}"], check=True)
+        back = time.monotonic()
+        ways["frozen"].wait(mirrored=True)
+        far_since = time.monotonic() - back
+        newest = max(int(path.name[-8:]) for path in (near / "frozen").glob("step-*"))
+    medians = {
+        name: statistics.median(values[1:]) for name, values in calls_s.items()
+    }  # the first ones make their buffers
+    return {
+        "saves": step,
+        "failed": errors,
+        "steps lost": step - newest,
+        "none: call_s": medians["none"],
+        "frozen: call_s": medians["frozen"],
+        "frozen / none, call_s": medians["frozen"] / medians["none"],
+        "the newest is far, seconds after it came back": far_since,
+    }
+
+
 def job(folder: Path, mebibytes: int, far: Path) -> None:
     """Resume, say that the first step is made, save, have it copied, and wait to be killed."""
     state = made(mebibytes)
@@ -172,7 +223,8 @@ def forget(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=("calls", "restarts", "job"))
+    parser.add_argument("question", choices=("calls", "frozen", "restarts", "job"))
+    parser.add_argument("--seconds", type=float, default=600, help="of frozen")
     parser.add_argument("--mebibytes", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk")
@@ -182,8 +234,12 @@ def main() -> None:
         job(options.folder, options.mebibytes, options.far)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    measured = calls if options.question == "calls" else restarts
-    print(json.dumps(measured(options.mebibytes, options.rounds, options.folder.absolute()), indent=2))
+    folder = options.folder.absolute()
+    if options.question == "frozen":
+        found = frozen(options.mebibytes, options.seconds, folder)
+    else:
+        found = (calls if options.question == "calls" else restarts)(options.mebibytes, options.rounds, folder)
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

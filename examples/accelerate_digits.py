@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 from safe_ckpt.accelerate import register
-from safe_ckpt.errors import NoValidCheckpointError
 
 EPOCHS = int(os.environ.get("EPOCHS", "5"))
 
@@ -49,13 +48,8 @@ def main(directory: str) -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
-    try:
-        accelerator.load_state()  # the newest valid checkpoint, the same on every process
-        accelerator.print(f"resumed after epoch {progress.epoch}")
-    except NoValidCheckpointError as error:
-        if error.rejected:  # checkpoints exist and none is usable: not a fresh run
-            raise
-        accelerator.print("fresh run")
+    found = handle.resume()  # the newest valid checkpoint, if there is one, the same on every process
+    accelerator.print(f"resumed after epoch {progress.epoch}" if found else "fresh run")
 
     for epoch in range(progress.epoch, EPOCHS):
         loader.set_epoch(epoch)

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 import safe_ckpt.dcp as dcp  # instead of: import torch.distributed.checkpoint as dcp
 from safe_ckpt import Retention
-from safe_ckpt.errors import NoValidCheckpointError
 
 STEPS = int(os.environ.get("STEPS", "40"))
 
@@ -36,15 +35,6 @@ class App:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def resume(state, directory):
-    """The newest in it that is whole, the same on all ranks. Nothing on a fresh run."""
-    try:
-        dcp.load(state, checkpoint_id=directory)
-    except NoValidCheckpointError as error:
-        if error.rejected:  # there are some, and none can be used
-            raise
-
-
 def main(directory: str) -> None:
     several = "RANK" in os.environ
     if several:
@@ -60,7 +50,7 @@ def main(directory: str) -> None:
 
     dcp.configure(retention=Retention(keep_last=2))  # the one new line: without it all of them stay
     state = {"app": App(model, optimizer), "step": 0}
-    resume(state, directory)
+    dcp.resume(state, checkpoint_id=directory)  # the newest that is whole; nothing on a fresh run
     if rank == 0:
         print(f"begins behind step {state['step']}")
 

@@ -16,7 +16,6 @@ from sklearn.datasets import load_digits
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 
 STEPS = int(os.environ.get("STEPS", "20"))
@@ -58,13 +57,9 @@ def main(directory: Path, layout: str) -> None:
         LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4)).save_pretrained(directory / "base")
     dist.barrier()
     trainer = make_trainer(directory, layout)
-    try:
-        trainer.train(resume_from_checkpoint=True)  # the newest valid checkpoint, verified, whatever mesh has saved it
-    except NoValidCheckpointError as error:
-        if error.rejected:  # checkpoints exist and none is usable: not a fresh run
-            raise
-        trainer = make_trainer(directory, layout)
-        trainer.train()
+    trainer.train(
+        resume_from_checkpoint="auto"
+    )  # the newest valid checkpoint, if there is one, whatever mesh has saved it
     if dist.get_rank() == 0:
         whole = AutoModelForCausalLM.from_pretrained(directory / f"checkpoints/checkpoint-{STEPS}")  # by one process
         print(f"finished {STEPS} steps with {layout}, {sum(p.numel() for p in whole.parameters())} weights")

@@ -11,7 +11,6 @@ import torch
 from sklearn.datasets import load_digits
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 
 STEPS = int(os.environ.get("STEPS", "40"))
@@ -44,15 +43,8 @@ def make_trainer(directory: str) -> SafeTrainer:
 
 
 def main(directory: str) -> None:
-    try:
-        trainer = make_trainer(directory)
-        trainer.train(resume_from_checkpoint=True)  # the newest valid checkpoint, verified
-    except NoValidCheckpointError as error:
-        if error.rejected:  # checkpoints exist and none is usable: not a fresh run
-            raise
-        print("fresh run")
-        trainer = make_trainer(directory)
-        trainer.train()
+    trainer = make_trainer(directory)
+    trainer.train(resume_from_checkpoint="auto")  # the newest valid checkpoint, if there is one
     tensors = trainer.model.state_dict().values()
     weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
     print(f"finished {STEPS} steps, weights {weights}, in {directory}: {sorted(os.listdir(directory))}")

@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from kit import warm
-from kit.faults import small_disk
+from kit.disks import small_disk
 from kit.patience import scaled
 from safe_ckpt.versions import SUPPORTED, release
 

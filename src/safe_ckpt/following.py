@@ -287,7 +287,7 @@ class _Follower:
         try:
             while (one := self._next(timeout_s)) is not None:
                 yield one
-                self._hold.leave()
+                self._leave()
         finally:
             self._hold.close()
 
@@ -307,6 +307,14 @@ class _Follower:
                 return None
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _leave(self) -> None:
+        """The block is over: what was taken is neither held nor wanted any more, before anything new is seen."""
+        with self._lock:
+            self._hold.leave(**({"wants": self._wanted()} if self._keeps else {}))
+
+    def _wanted(self) -> tuple[str, ...]:
+        return tuple(name for one in self._book.waiting if (name := self._hold.name_of(one.path)))
 
     def _first(self) -> CheckpointInfo | None:
         with self._lock:
@@ -347,8 +355,7 @@ class _Follower:
                 self._after = None
             if self._book.look(found) and self._keeps:
                 self._leave_place(any(one.verified for one in found))
-                wants = tuple(name for one in self._book.waiting if (name := self._hold.name_of(one.path)))
-                self._hold.change(wants=wants, seen=self._book.seen)
+                self._hold.change(wants=self._wanted(), seen=self._book.seen)
 
     def _leave_place(self, ours: bool = False) -> None:
         if not self._hold.is_written and is_anything_at(self._place):

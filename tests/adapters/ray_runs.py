@@ -2,7 +2,7 @@
 
 JSON has a list of jobs, as mappings: ``run``, the name of one of the functions below; ``name``, that of the run; what that
 function asks for; ``failures``, how many restarts Ray may make; ``plain``, for Ray's own RunConfig. Of each job one line is
-printed: ``JOB name {...}``.
+printed: ``JOB name {...}``. ``alone`` is the same training without Ray.
 """
 
 import hashlib
@@ -26,17 +26,16 @@ os.environ.update(
 )
 
 
-def parts(rank):
+def parts(rank, prepare):
     """A model with dropout under DDP, and what it trains with; every rank draws from a generator of its own."""
     import torch
-    from ray.train.torch import prepare_model
 
     from safe_ckpt import PerRank, RngState
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    model = prepare_model(net)
+    model = prepare(net)
     torch.manual_seed(rank + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return {"model": model, "optimizer": optimizer, "rng": PerRank(RngState()), "step": 0}
@@ -52,6 +51,25 @@ def step_of(state):
     return loss.item()
 
 
+def digest(state):
+    """Of the weights, and of what is drawn next."""
+    import torch
+
+    found = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in state["model"].parameters()))
+    found.update(repr(torch.rand(2).tolist()).encode())
+    return found.hexdigest()
+
+
+def alone(rank, steps):
+    """``train`` in one piece, with torch alone: the digest."""
+    import torch
+
+    state = parts(rank, torch.nn.parallel.DistributedDataParallel)
+    for _ in range(steps):
+        step_of(state)
+    return digest(state)
+
+
 def told(options, rank, text):
     Path(options["storage"], f"{options['name']}-{rank}.txt").write_text(text, encoding="utf-8")
 
@@ -59,13 +77,15 @@ def told(options, rank, text):
 def train(options):
     """Train until ``steps`` and save after each; tell the digest of all that a training goes on with."""
     import ray.train
-    import torch
+    from ray.train.torch import prepare_model
 
     from safe_ckpt import CheckpointConfig, Retention
     from safe_ckpt.ray import RayCheckpointer
 
     rank = ray.train.get_context().get_world_rank()
-    state = parts(rank)
+    if "mistakes" in options:
+        misused({**options, "name": options["mistakes"]})
+    state = parts(rank, prepare_model)
     Path(options["storage"], f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     asked = []
     with RayCheckpointer(CheckpointConfig(retention=Retention(keep_last=options.get("keep_last")))) as ckpt:
@@ -80,9 +100,7 @@ def train(options):
                 ckpt.save(step, {**state, "step": step}, metrics={"loss": loss})
                 if asked and step > asked[0]:  # it went on; how long Ray takes to say so is not known
                     break
-    found = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in state["model"].parameters()))
-    found.update(repr(torch.rand(2).tolist()).encode())
-    told(options, rank, json.dumps({"digest": found.hexdigest(), "asked": asked}))
+    told(options, rank, json.dumps({"digest": digest(state), "asked": asked}))
 
 
 def misused(options):

@@ -77,6 +77,7 @@ def test_a_script_that_seeds_nothing_cannot_be_compared_but_its_moments_can(tmp_
     assert said["findings"][0]["names"] == ["exp_avg", "exp_avg_sq", "step"]
 
 
+@pytest.mark.thorough
 def test_a_script_that_does_not_resume_differs_though_its_steps_are_those_of_the_beginning(tmp_path):
     """All that it does after the second start equals the beginning: no success."""
     done = command("--", *script(tmp_path, load="pass"))
@@ -129,7 +130,7 @@ def test_what_is_wrong_before_anything_runs_is_told(words, options, said):
     [
         pytest.param("", 4, 7, marks=pytest.mark.thorough),
         pytest.param("", 2, 12, marks=pytest.mark.thorough),
-        (LOGS, 2, 12),
+        pytest.param(LOGS, 2, 12, marks=pytest.mark.thorough),
         pytest.param(LOGS, 4, 7, marks=pytest.mark.thorough),
     ],
 )
@@ -144,6 +145,7 @@ def test_a_kill_before_the_first_save_comes_later(tmp_path, stop, until, logged)
     )
 
 
+@pytest.mark.thorough
 def test_the_script_sees_nothing_of_it(tmp_path):
     """Its output is the same, a sitecustomize that exists is run too, and arguments for the resume are added."""
     (tmp_path / "site").mkdir()

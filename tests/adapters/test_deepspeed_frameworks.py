@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
 from safetensors.torch import load_file
 
+from kit import warm
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -29,7 +29,7 @@ from support import program_path
 
 pytestmark = pytest.mark.timeout(300)
 WITH_NVME = ["nvme"] if has_nvme() else []
-OFFLOADS = ["none", *WITH_NVME] if THOROUGH else WITH_NVME or ["none"]
+OFFLOADS = ["none", *WITH_NVME] if THOROUGH else ["none"]  # test_deepspeed_install.py has NVMe
 
 
 def accelerated(rank, folder, offload, swap, ranks=2):
@@ -137,7 +137,7 @@ def lightning(folder, offload, epochs, name):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(program_path("trains_with_lightning_on_deepspeed")), str(folder), offload, str(epochs), name]
     environment = {**os.environ, "RES_OPTIONS": "timeout:1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    done = warm.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
     assert done.stdout.count("RANK") == 2, done.stdout + done.stderr
 
 

@@ -68,7 +68,7 @@ def test_a_load_falls_back_to_healthy_tags_alone(tmp_path):
     assert told["by name"] == ["global_step4"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_latest_never_names_a_marked_tag(tmp_path, stage):
     """A flipped number in the optimizer's part of one rank: the tag is marked for all, and a load takes the one before."""
     values(spawn_ranks(_train, 2, str(tmp_path), stage, timeout_s=120))

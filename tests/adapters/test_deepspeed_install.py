@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
 
+from kit import warm
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
@@ -85,7 +85,7 @@ def resumed(rank, folder, stage, offload, stock):
 def check_conversions(folder: Path, stage: int) -> None:
     """DeepSpeed's own tools for what it wrote take it for theirs."""
     out = folder / "out"
-    run_tool([sys.executable, "zero_to_fp32.py", ".", str(folder / "fp32")], out)
+    run_tool([sys.executable, str(out / "zero_to_fp32.py"), ".", str(folder / "fp32")], out)
     found = torch.load(folder / "fp32" / "pytorch_model.bin")
     assert sorted(found) == ["0.bias", "0.weight", "2.weight", "3.bias", "3.weight"]
     arguments = ["--input_folder", str(out / "global_step3"), "--output_folder", str(folder / "universal")]
@@ -123,7 +123,7 @@ def universal(rank, folder):
 
 
 def run_tool(command, cwd):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -432,6 +432,7 @@ def save_swapped(rank, folder, name, width):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not has_nvme(), reason="DeepSpeed's asynchronous I/O is not built")
 def test_nvme_states_of_another_number_of_ranks_are_refused(tmp_path):
     """1 -> 2 and 2 -> 1 ranks, and another model: one named error on all ranks, at once, and nothing was restored."""
@@ -525,7 +526,7 @@ def test_latest_never_names_what_lacks_a_rank(tmp_path, stage, moment):
     assert (latest(tmp_path), tags(tmp_path)) == ("good", ["good"])
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_other_trained_parameters_after_a_load_are_named(tmp_path, stage):
     """At the first step, once, on rank 0; also where ZeRO's optimizer has copies of the parameters."""
     first, second = values(spawn(runs.trains_others_after_a_load, tmp_path, stage))

@@ -269,7 +269,7 @@ def test_loaders_are_those_of_the_epoch_in_which_they_were_loaded(tmp_path, ever
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("reload", [0, 1, 2])
+@pytest.mark.parametrize("reload", [*(pytest.param(one, marks=pytest.mark.thorough) for one in (0, 2)), 1])
 def test_what_a_validation_logs_at_its_steps_goes_on_to_be_counted(tmp_path, reload):
     """The step that a logger is given behind a resume is that of the run that was not stopped, not 0 again.
 

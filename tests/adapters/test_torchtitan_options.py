@@ -32,6 +32,7 @@ def resumed(folder):
     return [os.path.basename(line["path"]) for line in lines if line["event"] == "resumed"]
 
 
+@pytest.mark.thorough
 def test_keep_latest_k_and_the_resume_follow_the_order_of_commits(tmp_path):
     """``keep_latest_k`` counts what was committed. After a step back a start goes on from the new branch, not from the old one.
 

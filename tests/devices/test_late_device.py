@@ -39,7 +39,7 @@ PROMISED = {
     "the_generator_is_each_devices_own": [True, True],
     "the_scheduler_lets_steps_go_on": [True, True],
 }
-COUNT, PARTS = (500, 4) if THOROUGH else (15, 2)
+COUNT, PARTS = (500, 4) if THOROUGH else (15, 1)
 SNAPSHOTS = 10_000 if THOROUGH else 400
 
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not device.HAS_COMPILER, reason="no g++, which builds the accelerator"),
     pytest.mark.slow,
 ]
-COUNT = 200 if THOROUGH else 3
+COUNT = 200 if THOROUGH else 2
 
 
 def _both(name, folder, expendable=()):
@@ -59,6 +59,7 @@ def test_who_waits_for_a_rank_that_does_not_come_is_ended(tmp_path):
     assert "allreduce: other ranks did not come in time" in told[0][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_rank_that_is_lost_in_a_reduction_on_a_device_is_named(tmp_path):
     """A reduction that is queued on a device is not over: the others look around meanwhile, and do not wait in the device."""

@@ -18,6 +18,8 @@ from public import with_examples
 
 _BEFORE = """
 import os
+import subprocess
+import sys
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +27,11 @@ import safe_ckpt
 from safe_ckpt import *
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import SafeCheckpointError, SaveError
+import pytest
+from safe_ckpt.core.home.file_home import FileHome
+from safe_ckpt.extensions.record import RecordExtension
+from safe_ckpt.testing import FaultyStorage, Kills, kills
+from safe_ckpt.testing.contracts import *
 
 torch.manual_seed(0)
 rank = 0

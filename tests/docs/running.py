@@ -33,9 +33,17 @@ def as_a_reader(home: Path) -> dict[str, str]:
     }
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a page's blocks in ``folder``. Exits with 1 and says on stdout what differs from the page."""
-    return _run([_RUNNER, page], folder)
+def run_page(page: Path, folder: Path, *, warm: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a page's blocks in ``folder``. Exits with 1 and says on stdout what differs from the page.
+
+    With ``warm`` its commands import no framework again: see ``warm_commands.py``.
+    """
+    if not warm:
+        return _run([_RUNNER, page], folder)
+    from warm_commands import warm_commands
+
+    with warm_commands() as commands:
+        return _run([_RUNNER, page], folder, commands)
 
 
 def run_examples(names: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -43,13 +51,16 @@ def run_examples(names: Iterable[str], folder: Path) -> subprocess.CompletedProc
     return _run([_EXAMPLES, *names], folder)
 
 
-def _run(arguments: Iterable[object], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(arguments: Iterable[object], folder: Path, commands: str = "") -> subprocess.CompletedProcess[str]:
     from kit.patience import scaled  # a page that runs as a script imports this module without the kit
 
+    environment = as_a_reader(folder)
+    if commands:
+        environment["PATH"] = f"{commands}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
-        env=as_a_reader(folder),
+        env=environment,
         capture_output=True,
         text=True,
         timeout=scaled(_LIMIT_S),

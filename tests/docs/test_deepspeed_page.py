@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 @pytest.mark.parametrize("page", [page for page in pages() if needs(page) == "deepspeed"])
 def test_every_block_of_a_page_runs_with_deepspeed(page, tmp_path):
     """Pasted in order into an empty folder, the blocks of the page work, and their output is the output shown."""
-    done = run_page(ROOT / page, tmp_path)
+    done = run_page(ROOT / page, tmp_path, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

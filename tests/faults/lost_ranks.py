@@ -7,7 +7,8 @@ import time
 
 from entries import ENTRIES
 
-from safe_ckpt import CheckpointConfig, Timeouts
+from kit.limits import limits, stretched
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.home.file_home import FilePublication
 from safe_ckpt.core.saving import one_save
@@ -16,7 +17,7 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 
-TIMES = Timeouts(lengthy_s=12, barrier_s=8, writer_stall_s=5, peer_stall_s=1.5, shutdown_s=2)
+TIMES = limits(lengthy_s=12, barrier_s=8, writer_stall_s=5, peer_stall_s=1.5, shutdown_s=2)
 
 
 CONFIG = CheckpointConfig(timeouts=TIMES)
@@ -25,7 +26,8 @@ CONFIG = CheckpointConfig(timeouts=TIMES)
 SIZE = 4
 
 
-LATE_S = 4.0
+LATE_S = stretched(4.0)  # longer than a rank may be silent
+MOST_S = TIMES.lengthy_s + 10  # what is not over by then hangs
 
 
 # Where to strike: the object, its method, and whether before or after it has run.
@@ -74,14 +76,14 @@ def await_others(folder, what, rank):
 def lose(rank, folder, name, victim, phase, action):
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     entry = ENTRIES[name](folder / "exp", CONFIG, rank=rank)
-    entry.save(1).result(timeout_s=20)
+    entry.save(1).result(timeout_s=MOST_S)
     (folder / f"saved{rank}").touch()
     if rank == victim:
         await_others(folder, "saved", rank)  # who is still reading the first verdict would rightly not know it
         arm(phase, action)
     begun, said = time.monotonic(), None
     try:
-        said = entry.save(2).result(timeout_s=30).step
+        said = entry.save(2).result(timeout_s=MOST_S).step
     except SafeCheckpointError as error:
         said = error
     seconds = time.monotonic() - begun
@@ -106,7 +108,7 @@ def judge(outcomes, found, victim, phase, action):
     assert all(outcome.error is None and outcome.value for outcome in others), others
     said = [outcome.value[0] for outcome in others]
     for outcome in others:
-        assert outcome.value[1] < TIMES.lengthy_s - 2, outcome
+        assert outcome.value[1] < TIMES.lengthy_s - stretched(2), outcome
     done_its_part = phase in {"verdict", "after the verdict"}
     if phase == "after the verdict" and action != "late":
         # The store stands still with it, or is gone: who has not read the verdict yet cannot.

@@ -27,7 +27,6 @@ sys.path.append(str(Path(__file__).parent.parent))  # started as a script
 import torch
 
 from kit import names
-from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -40,6 +39,7 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.writer import existing
+from safe_ckpt.testing import FaultyStorage
 
 # Every copy is shared by two threads, as those of a large state are.
 snapshot.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1

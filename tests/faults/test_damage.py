@@ -9,9 +9,11 @@ from entries import ENTRIES
 
 from kit.ranks import spawn_ranks, values
 
+SOME = [pytest.param(name, marks=[pytest.mark.thorough] if name != "Checkpointer" else []) for name in ENTRIES]
+
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", SOME)
 def test_every_damage_to_every_file_moves_all_ranks_to_the_same_older_one(tmp_path, matrix, name):
     """Each file of a two-rank checkpoint, the manifest included, in each way; an extra file only is no damage."""
     found = values(spawn_ranks(damage_all, 2, tmp_path, name, timeout_s=280))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kit import warm
+from kit.disks import small_disk
 from kit.far import bindfs
-from kit.faults import small_disk
 from kit.limits import QUICK
 from kit.patience import scaled, wait_until
 from kit.thorough import THOROUGH

@@ -15,8 +15,8 @@ pytestmark = [needs_hosts, pytest.mark.slow]
 SAMPLE = [
     ("Checkpointer", 0, "write", "SIGKILL"),
     ("Checkpointer", 0, "commit", "SIGSTOP"),
-    ("Checkpointer", 2, "snapshot", "SIGSTOP"),
-    ("Checkpointer", 2, "report", "SIGKILL"),
+    pytest.param("Checkpointer", 2, "snapshot", "SIGSTOP", marks=pytest.mark.thorough),
+    pytest.param("Checkpointer", 2, "report", "SIGKILL", marks=pytest.mark.thorough),
     ("accelerator.save_state", 2, "agree", "late"),
 ]
 

@@ -46,13 +46,13 @@ def run_and_kill(folder, number, saves, seconds):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kills_of_a_two_rank_job_lose_no_announced_checkpoint(tmp_path):
-    """SIGKILLs of a two-rank job that saves 64 MiB without pause, with keep_last=1: 6 of them, 100 in ``make faults``.
+    """SIGKILLs of a two-rank job that saves 64 MiB without pause, with keep_last=1: 4 of them, 100 in ``make faults``.
 
     Every restart finds a checkpoint that verifies, is equal in every byte, and is not older than the last one that was
     reported committed; no pending directory, trash or process is left after it.
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
-    trials = int(os.environ.get("SAFE_CKPT_KILLS", "100" if THOROUGH else "6"))
+    trials = int(os.environ.get("SAFE_CKPT_KILLS", "100" if THOROUGH else "4"))
     chance = random.Random(seed)
     committed, within = 0, 0
     for trial in range(trials + 1):

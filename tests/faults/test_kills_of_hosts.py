@@ -127,6 +127,7 @@ def _go_on(rank, folder, far):
     return step, wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_a_far_end_that_gives_no_answer_holds_up_no_host(tmp_path):
     """A server that stops: two hosts save near, and end in time; both go on from there, and the far end gets the newest."""

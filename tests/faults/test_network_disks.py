@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from kit.faults import FaultyStorage
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.testing import FaultyStorage
 from support import needs_root, program_path, run_program
 
 

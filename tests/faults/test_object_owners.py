@@ -22,7 +22,7 @@ from safe_ckpt.core.storage.objects.place import open_place
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-RACES, ROUNDS, WAKES = (100, 5, 50) if THOROUGH else (4, 2, 2)
+RACES, ROUNDS, WAKES = (100, 5, 50) if THOROUGH else (2, 2, 1)
 KINDS = [pytest.param(kind, marks=() if kind == "ministack" else pytest.mark.thorough) for kind in object_servers.KINDS]
 
 

@@ -15,7 +15,7 @@ from kit.thorough import THOROUGH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-SAMPLED, KILLED = 8, 4
+SAMPLED, KILLED = 5, 3
 STRUCK = "killed, the next start goes on"
 thorough = pytest.mark.thorough
 rarely = {"moto"}  # the slowest; what it does MiniStack does as well

@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 from trials import SWEEP
 
-from kit.faults import FaultyStorage
 from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
@@ -24,6 +23,7 @@ from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
+from safe_ckpt.testing import FaultyStorage
 from support import processes_of_this_test, program_path, writers_of
 
 MANY = 8
@@ -114,13 +114,13 @@ def draw(chance, usual_s):
 
 @pytest.mark.timeout(1500)
 def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path, matrix):
-    """Eight ranks, late by chance, one killed at a random moment, again and again into one destination: 3 rounds, 50 in
+    """Eight ranks, late by chance, one killed at a random moment, again and again into one destination: 2 rounds, 50 in
     ``make faults``; what is there is complete and of one call, the survivors agree on it and learn of a loss in time.
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
     chance, outcomes = random.Random(seed), Counter()
     generation, usual_s, there = 0, 0.0, None
-    for number in range(50 if THOROUGH else 3):
+    for number in range(50 if THOROUGH else 2):
         if (
             generation in (0, there) or chance.random() < 0.5
         ):  # else the same once more, with what is left of its copies

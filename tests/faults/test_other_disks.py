@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from kit.faults import FaultyStorage, small_disk
+from kit.disks import small_disk
 from kit.inside import forget_refusals_of_direct_io
 from kit.writing import write_file
 from safe_ckpt import Checkpointer
@@ -19,6 +19,7 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.errors import DirectoryError
+from safe_ckpt.testing import FaultyStorage
 from support import Quiet, names_in, program_path
 
 
@@ -132,7 +133,10 @@ def run_traced(tmp_path, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("error", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EXDEV"])
+RARELY = ("EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM")
+
+
+@pytest.mark.parametrize("error", ["EXDEV", *(pytest.param(error, marks=pytest.mark.thorough) for error in RARELY)])
 def test_a_step_is_replaced_by_two_renames_where_names_cannot_be_exchanged(tmp_path, error):
     """Each errno with which exchanging two names is refused: a step that is saved again is replaced by two renames."""
     options = ["-o", str(tmp_path / "trace"), "-e", "trace=renameat2", "-e", f"inject=renameat2:error={error}"]

@@ -13,6 +13,7 @@ from two_hosts import Job, check_start
 from kit.hosts import Hosts, needs_hosts
 from kit.patience import wait_until
 from kit.ranks import spawn_over, spawn_ranks, values
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.coordination import network
 from safe_ckpt.core.coordination.coordinator import open_coordinator
@@ -76,11 +77,12 @@ def test_storage_away_for_longer_than_the_lease_costs_one_save(tmp_path, matrix)
 @pytest.mark.timeout(120)
 def test_an_outage_shorter_than_peer_stall_costs_nothing(tmp_path, matrix):
     """One host of two is off the network for less than ``peer_stall_s``, again and again: no save fails."""
+    outages = 4 if THOROUGH else 2
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share("ext4")
         job = Job.begin(list(hosts), folder.path / "exp", 0, pauses=True, stop=tmp_path / "stop")
         check_start(job, 0, "start")
-        for trial in range(4):
+        for trial in range(outages):
             job.await_words("COMMITTED", len(job.said("COMMITTED")) + 2, 30, f"before outage {trial}")
             hosts[trial % 2].unplug()
             time.sleep(host_job.PEER_STALL_S * 0.7)
@@ -90,7 +92,7 @@ def test_an_outage_shorter_than_peer_stall_costs_nothing(tmp_path, matrix):
         job.await_words("CLOSED", job.plan.size, 60)
         job.reap()
         assert not job.said("FAILED", "ERROR"), job.text()
-    matrix("a host unplugged for less than peer_stall_s", "2 hosts x 2 ranks", {"no save fails": 4})
+    matrix("a host unplugged for less than peer_stall_s", "2 hosts x 2 ranks", {"no save fails": outages})
 
 
 def _each_for_itself(rank, folder, calls):
@@ -107,6 +109,7 @@ def _each_for_itself(rank, folder, calls):
 
 
 @needs_hosts
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_steps_of_two_ranks_meet_again_after_an_outage(tmp_path, matrix):
     """Each rank makes its calls at its own pace, many of them fail during an outage: afterwards the same steps meet again, and
@@ -205,7 +208,7 @@ def _stop_and_go_on(rank, victim, folder):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_rank_stopped_beyond_peer_stall_joins_the_next_save(tmp_path, victim, matrix):
     """SIGSTOP for longer than ``peer_stall_s``, then SIGCONT: what was under way failed by name, the next save works."""
     outcomes = values(spawn_ranks(_stop_and_go_on, 3, victim, tmp_path, timeout_s=100))

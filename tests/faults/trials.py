@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.faults import FaultyStorage
+from safe_ckpt.testing import FaultyStorage
 
 SWEEP = Path(__file__).with_name("sweep.py")
 # What continuous integration goes through in samples, `make faults` goes through whole.

@@ -25,7 +25,7 @@ STARTERS = {
     ("kit.object_servers", "start"): "server",
     ("kit.hosts", "Hosts"): "hosts",
     ("kit.slurm", "one_node"): "hosts",
-    ("kit.faults", "small_disk"): "hosts",
+    ("kit.disks", "small_disk"): "hosts",
     ("kit.ranks", "spawn_ranks"): "ranks",
     ("kit.ranks", "spawn_over"): "ranks",
 }

@@ -44,6 +44,8 @@ _MODULES = (
     # Programs of these kinds.
     ("accelerate_", (*_BASE, "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader")),
     ("trainers", (*_BASE, "safe_ckpt.transformers", "transformers.models.llama", "peft")),
+    ("titan_runs.py", (*_BASE, "titan_ready")),
+    ("lightning_on_deepspeed", (*_BASE, "deepspeed", "lightning.pytorch")),
     ("deepspeed", (*_BASE, "deepspeed")),
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),
     ("lightning", (*_BASE, "lightning.pytorch")),
@@ -110,11 +112,11 @@ class Popen(subprocess.Popen):
         new_session, plain = more[16], not any([executable, preexec_fn, pass_fds, shell, gid, gids, uid, umask != -1])
         environment = dict(os.environ if env is None else env)
         request = _request(args) if plain and "LD_PRELOAD" not in environment else None
-        server = request and _server_for(request, environment)
+        folder = os.path.abspath(os.fsdecode(cwd or "."))
+        server = request and _server_for(request, environment, folder)
         if not server:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)  # type: ignore[misc]
             return
-        folder = os.path.abspath(os.fsdecode(cwd or "."))
         request |= {
             "env": environment,
             "cwd": folder,
@@ -199,12 +201,13 @@ def _request(args: Any) -> dict[str, Any] | None:
     return {"command": command, "how": how, "what": rest[0], "args": rest[1:], "unbuffered": unbuffered, "warn": warn}
 
 
-def _server_for(request: dict[str, Any], env: dict[str, str]) -> Server | None:
+def _server_for(request: dict[str, Any], env: dict[str, str], folder: str) -> Server | None:
     key = import_environment(env)
     if __name__ == "__main__":
         return next((server for server in _own if server.key == key), None)
     texts = [request["what"], *request["args"]]
-    texts += [Path(text).read_text() for text in texts if text.endswith(".py") and os.path.isfile(text)]
+    files = [Path(folder, text) for text in texts if text.endswith(".py")]
+    texts += [file.read_text() for file in files if file.is_file()]
     modules = next(modules for word, modules in _MODULES if any(word in text for text in texts))
     with _lock:
         if (modules, key) not in _servers:

@@ -6,7 +6,7 @@ from kit.thorough import THOROUGH
 from lives.run import failures
 
 pytest.importorskip("obstore")
-EACH = 380 if THOROUGH else 38
+EACH = 380 if THOROUGH else 20
 PARTS = 4
 
 

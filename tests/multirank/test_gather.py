@@ -53,7 +53,7 @@ def _random_states(rank, cases, sizes):
             assert rank or found[name].dtype == whole.dtype
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(4, (2, 2)), (3, (1, 3))])
+@pytest.mark.parametrize(("world", "sizes"), [(4, (2, 2)), pytest.param(3, (1, 3), marks=pytest.mark.thorough)])
 def test_any_shape_type_mesh_and_placement_comes_back_whole(world, sizes):
     """60 random states of tensors over 1-D and 2-D meshes, uneven and empty parts included, with tiny and large buffers."""
     cases = []
@@ -323,7 +323,12 @@ def _stopped(rank, folder, victim, within):
     return None
 
 
-STOPS = [(0, ""), pytest.param(2, "", marks=pytest.mark.thorough), (2, "a round"), (2, "a sum")]
+STOPS = [
+    (0, ""),
+    pytest.param(2, "", marks=pytest.mark.thorough),
+    pytest.param(2, "a round", marks=pytest.mark.thorough),
+    (2, "a sum"),
+]
 
 
 @pytest.mark.parametrize(("victim", "within"), STOPS)

@@ -103,10 +103,12 @@ OTHERWISE = {
     "a host more": ((0, 1, 2, 2), (4,), 0),
     "two hosts more": ((0, 1, 2, 2, 3, 3), (6,), 0),
 }
+RARELY = ("as before", "along another dimension", "the ranks lie elsewhere", "two hosts more")
+SOME = [pytest.param(how, marks=[pytest.mark.thorough] if how in RARELY else []) for how in OTHERWISE]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", OTHERWISE)
+@pytest.mark.parametrize("how", SOME)
 def test_shards_come_to_the_ranks_that_need_them(tmp_path, how):
     """The newest is resumed whatever host a shard lies on, and however the next run cuts; it saves there, too."""
     hosts, mesh_shape, dimension = OTHERWISE[how]

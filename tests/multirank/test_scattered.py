@@ -26,6 +26,8 @@ LAYOUTS = {
     "and FSDP on other rows": ((2, 2), (6, 8), (1, 2)),
     "a box after all": ((2, 2), (11, 3), (0, 1)),
 }
+RARELY = ("of two in one", "along the columns", "and FSDP on the same rows", "and FSDP on other rows")
+SOME = [pytest.param(name, marks=[pytest.mark.thorough] if name in RARELY else []) for name in LAYOUTS]
 
 
 def spread(name):
@@ -87,7 +89,7 @@ def _every_way(rank, folder, name):
     return [*found, *(dtensor.local_of(one["w"]).equal(local) for one in (states[1], again))]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", SOME)
 def test_scattered_parts_are_saved_read_and_gathered(tmp_path, name):
     """By ``Checkpointer`` into parts and into the whole, from the whole, by torch's DCP into the whole, and one by one."""
     count = math.prod(LAYOUTS[name][0])

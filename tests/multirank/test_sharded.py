@@ -400,7 +400,7 @@ def _save_two(rank, folder):
             ).result()
 
 
-@pytest.mark.parametrize("damage", ["bit", "metadata", "missing"])
+@pytest.mark.parametrize("damage", ["bit", "metadata", pytest.param("missing", marks=pytest.mark.thorough)])
 def test_damage_is_found_on_whichever_rank_reads_it(tmp_path, damage):
     """A flipped bit in rank 1's shard or in ``.metadata``, or a lost shard: all ranks take the checkpoint before.
 

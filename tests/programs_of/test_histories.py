@@ -8,7 +8,14 @@ LOADERS, AT_ONCE = 100, 25
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in range(AT_ONCE, LOADERS, AT_ONCE))]
+    "first",
+    [
+        0,
+        *(
+            pytest.param(one, marks=[pytest.mark.slow, pytest.mark.thorough])
+            for one in range(AT_ONCE, LOADERS, AT_ONCE)
+        ),
+    ],
 )
 def test_a_loader_that_is_stopped_again_and_again_gives_what_torchs_own_gives(first):
     """Batches, what is drawn for them and by training, and the generators behind each epoch, from any place on."""

@@ -1,13 +1,14 @@
-"""Programs made from fixed seeds: 200 states, and three of each framework's. ``make programs`` runs a thousand of each kind."""
+"""Programs made from fixed seeds: states, and a few of each framework's. ``make programs`` runs a thousand of each kind."""
 
 import sys
 
 import pytest
 
+from kit.thorough import THOROUGH
 from programs_of import runner
 from programs_of.planted import FOUND_AT, PLANTED, found_by, planted_in
 
-STATES = 200
+STATES, OF_EACH = (200, None) if THOROUGH else (100, 1)
 HERE = ("loaders", "fits", "prepared", "trained")
 """These kinds need no process of their own: tests of histories run them."""
 KINDS = [name for name in runner.kinds() if name not in HERE]
@@ -27,7 +28,7 @@ def test_what_a_resume_gives_back_of_a_random_state_is_what_torch_would():
 def test_a_program_that_was_killed_goes_on_as_one_that_was_not(name):
     """In every step's batch, weights, optimizer, learning rate, generators and logged values."""
     kind = runner.kinds()[name]()
-    for seed in sys.modules[type(kind).__module__].FIXED:
+    for seed in sys.modules[type(kind).__module__].FIXED[:OF_EACH]:
         result = runner.run(kind, seed)
         assert not result.verdict.wrong, "\n".join(runner.lines_of(result))
 

@@ -38,7 +38,7 @@ _OTHERS = ["runtime", "per_second", "train_loss"]
 _IGNORED = frozenset(
     f"logged.{of}_{name}" for of in ("eval", "train") for name in ("runtime", "samples_per_second", "steps_per_second")
 ) | {"logged.train_loss"}
-_STOPPED = "a callback stopped training at the step of"  # of docs/limits.md, "Resuming in Transformers"
+_STOPPED = "a callback stopped training at the step of"  # of docs/limits.md
 _CONFIG = CheckpointConfig(timeouts=QUICK)
 
 

@@ -23,6 +23,7 @@ class Node:
     Attributes:
         base: what was there, durably, at the last power cut; None if the node is newer.
         pending: changes of it that are not durable yet.
+        owner: the host whose own disk it is on, by number; -1 for the one that all share.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Node:
         "mtime_ns",
         "nlink",
         "number",
+        "owner",
         "pending",
         "target",
     )
@@ -45,6 +47,7 @@ class Node:
         self.children: dict[str, Node] = {}
         self.target = ""
         self.nlink = 0
+        self.owner = -1
         self.mtime_ns = self.ctime_ns = now_ns
         self.base: tuple[bytes, dict[str, Node]] | None = None
         self.pending: list[Change] = []
@@ -54,7 +57,16 @@ class Node:
         kinds = {"file": stat.S_IFREG, "folder": stat.S_IFDIR, "link": stat.S_IFLNK}
         size = len(self.data) if self.kind == "file" else len(self.target) if self.kind == "link" else 4096
         seconds = self.mtime_ns // 10**9, self.mtime_ns // 10**9, self.ctime_ns // 10**9
-        places = (kinds[self.kind] | self.mode, self.number, DEVICE, max(1, self.nlink), 0, 0, size, *seconds)
+        places = (
+            kinds[self.kind] | self.mode,
+            self.number,
+            DEVICE + 1 + self.owner,
+            max(1, self.nlink),
+            0,
+            0,
+            size,
+            *seconds,
+        )
         floats = tuple(number / 1e9 for number in (self.mtime_ns, self.mtime_ns, self.ctime_ns))
         return os.stat_result((*places, *floats, self.mtime_ns, self.mtime_ns, self.ctime_ns))
 
@@ -139,15 +151,20 @@ class Disk:
             one.nlink -= 1
         if kind == "enter" and change.child is not None:
             change.child.nlink += 1
+            change.child.owner = node.owner
         target = change.other or node
         node.mtime_ns = node.ctime_ns = target.mtime_ns = target.ctime_ns = self.now_ns()
-        if kind in ("write", "truncate") or self.local:
+        if kind in ("write", "truncate") or self.is_local(target):
             target.pending.append(change)
         else:
             change.durable = True
         if kind in ("rename", "exchange", "enter", "leave", "write"):
             for watch in self.watchers:
                 watch(change)
+
+    def is_local(self, node: Node) -> bool:
+        """Whether it is on the disk of one host."""
+        return self.local or node.owner >= 0
 
     def _named(self, change: Change) -> list[Node]:
         """What loses a name by it."""
@@ -234,13 +251,14 @@ class Disk:
             self.change("leave", None, node, name=name)
             self.sync(node)
 
-    def make_folder(self, path: str) -> None:
-        """Set up: a folder that is there, durably, from the beginning."""
+    def make_folder(self, path: str, owner: int = -1) -> None:
+        """Set up: a folder that is there, durably, from the beginning; on this host's own disk."""
         node = self.root
         for name in path.strip("/").split("/"):
             if name not in node.children:
                 self.change("enter", None, node, name=name, child=self.node("folder", 0o755))
             node = node.children[name]
+        node.owner = owner
         for change in self._changes:
             change.durable = True
         for one in self._nodes:

@@ -41,6 +41,7 @@ class Mounts:
         self._hanging: list[Any] = []
         self.wrong_reads: dict[int, int] = {}
         self.slow = 0.0
+        self.far_silent = self.far_failing = 0.0  # until when, below /far
         self.calls = 0
         self._known: dict[tuple[int, str, bool], tuple[Any, float, int, str]] = {}
 
@@ -59,6 +60,8 @@ class Mounts:
             pause = rng.expovariate(1 / 0.2)
         if pause > 0:
             task.sleep(pause)
+        if max(self.far_silent, self.far_failing) > world.now and str(path).startswith("/far"):
+            self._far(task, path)
         if not self.down and not self.failing:
             return _nothing
         host = task.proc.host.number
@@ -76,6 +79,16 @@ class Mounts:
                 raise fail(code, path)
         return _nothing
 
+    def _far(self, task: Any, path: object) -> None:
+        while (end := self.far_silent) > self.world.now:
+            self._hanging.append(task)
+            try:
+                task.sleep(end - self.world.now + self.world.rng.random() * 0.05)
+            finally:
+                self._hanging.remove(task)
+        if self.far_failing > self.world.now and self.world.rng.random() < 0.7:
+            raise fail(errno.EIO, path)
+
     def hang(self, host: int, seconds: float) -> None:
         """From now on calls of a host hang, for so long."""
         self.down[host] = max(self.down.get(host, 0.0), self.world.now + seconds)
@@ -84,6 +97,7 @@ class Mounts:
     def heal(self) -> None:
         """From now on everything answers, also the calls that hang."""
         now = self.world.now
+        self.far_silent = self.far_failing = 0.0
         self.down.clear()
         self.failing.clear()
         self.troubles = {host: [(start, min(end, now)) for start, end in row] for host, row in self.troubles.items()}

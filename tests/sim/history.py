@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim import mirror_plans, object_plans, plans, readers
+from sim import hosts, mirror_plans, object_plans, plans, readers
 from sim.disk import Disk
 from sim.faults import Mounts
 from sim.job import Job
@@ -94,6 +94,8 @@ class History:
         if self.plan.mirror:
             below = mirror_plans.URL.rpartition("/")[2]
             self.mirror = MirrorOracle(world, below, self.plan.mirror, self.oracle)
+        if hosts.has_hosts(seed):
+            self.oracle, self.mirror = hosts.set_up(world, self.plan)
         self._taken: list[tuple[Any, Proc]] = []
         self.jobs: list[Job] = []
         world.history = self
@@ -184,6 +186,8 @@ class History:
         job = self.jobs[-1]
         world.run(before + 900.0)
         self._refuse_living("does not end (audit)")
+        if hosts.has_hosts(self.seed) and not job.done and not self.oracle.is_anywhere(spec.hosts):
+            return
         if not job.done or len(job.attempts) > 1:
             world.violate("needs a human", f"the last start of all did not succeed: {len(job.attempts)} attempts")
             return

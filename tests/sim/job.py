@@ -20,6 +20,7 @@ class Attempt:
 
     def __init__(self, job: Job, number: int) -> None:
         self.job, self.number = job, number
+        self.hosts: list[int] = []
         self.procs: dict[int, Proc] = {}
         self.codes: dict[int, int] = {}
         self.launcher: Any = None
@@ -61,6 +62,9 @@ class Job:
         attempt = Attempt(self, len(self.attempts))
         self.attempts.append(attempt)
         self.world.log("starts", str(attempt))
+        if (layouts := self.facts.get("layouts")) is not None:
+            self.hosts = layouts[attempt.number % len(layouts)]
+        attempt.hosts = self.hosts
         hosts = self.world.hosts
         if any(not hosts[number].up for number in self.hosts):
             self.world.at(self.world.now + 3.0, self._again, attempt)

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.hosts import has_hosts, on_hosts
 from sim.mirror_plans import has_mirror, mirrored, with_writer_faults
 from sim.object_plans import in_a_store, moved
 from sim.readers import has_readers, with_readers
@@ -114,6 +115,8 @@ def plan_of(seed: int) -> Plan:
         horizon_s=rng.choice((60.0, 90.0, 120.0)),
         faults=faults,
     )
+    if has_hosts(seed):
+        return on_hosts(plan, seed)
     if has_readers(seed):
         return with_readers(plan)
     plan = moved(plan, seed) if in_a_store(seed) else mirrored(plan, seed) if has_mirror(seed) else plan

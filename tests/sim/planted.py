@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sim.hosts import FIRST as FIRST_OF_HOSTS
+from sim.hosts import has_hosts
 from sim.mirror_plans import has_mirror
 from sim.object_plans import in_a_store
 from sim.readers import FIRST, has_readers
@@ -303,9 +305,7 @@ BESIDE_READERS: dict[str, dict[str, Patch]] = {
         _RECORD: _swap("is not None and before[0] == data else (data, now)", "is not None else (data, now)")
     },
     "what a reader wants later is not written down": {
-        _FOLLOW: _swap(
-            "self._hold.change(wants=wants, seen=self._book.seen)", "self._hold.change(seen=self._book.seen)"
-        )
+        _FOLLOW: _swap("return tuple(name for one in self._book.waiting if", "return tuple(name for one in [] if")
     },
     "a reader takes its pin for the checkpoint": {
         _HOLD: _swap(
@@ -319,12 +319,99 @@ BESIDE_READERS: dict[str, dict[str, Patch]] = {
     },
 }
 """Those of histories with readers."""
-PLANTED |= IN_STORES | IN_MIRRORS | BESIDE_READERS
+
+_HOSTS, _FILES = "safe_ckpt.core.home.host_home", "safe_ckpt.core.resuming.host_reader"
+ON_HOSTS: dict[str, dict[str, Patch]] = {
+    "hosts are not asked what they have committed": {
+        _HOSTS: _swap(
+            "self._committed = {op_id for op_ids in told.values() for op_id in op_ids}", "self._committed = set()"
+        )
+    },
+    "a sealed part is swept": {
+        _HOSTS: _swap("if manifest is None or manifest.op_id not in self._committed:", "if True:")
+    },
+    "every sealed part gets its name": {
+        _HOSTS: _swap("if manifest is None or manifest.op_id not in self._committed:", "if manifest is None:")
+    },
+    "other hosts give the name first": {
+        _HOSTS: _swap(
+            "        info = self._publish(manifest, entries)\n",
+            '        self._home.call("finish", {"attempt": self._new.attempt})\n'
+            "        info = self._publish(manifest, entries)\n",
+        )
+    },
+    "no part is sealed elsewhere": {
+        _HOSTS: _swap("        publication.seal_as(manifest)\n", ""),
+    },
+    "a part is sealed without a sync": {
+        _HOME: _swap(
+            "        for folder in (*self.folders, str(self._own)):\n            durable.sync_directory(folder)\n", ""
+        )
+    },
+    "a name that is late elsewhere is a failure": {
+        _HOSTS: _swap(
+            '            logger.warning("%s is committed, and has not',
+            '            raise\n            logger.warning("%s is committed, and has not',
+        )
+    },
+    "a disk that refuses after the commit is a failure": {
+        _HOSTS: _swap(
+            "        with contextlib.suppress(SafeCheckpointError, OSError):\n            names",
+            "        with contextlib.suppress(SafeCheckpointError):\n            names",
+        )
+    },
+    "files are not spread": {
+        _HOSTS: _swap(
+            "        for file, leaders in lacking.items():\n            source",
+            "        for file, leaders in ():\n            source",
+        )
+    },
+    "other hosts keep what rank 0 deleted": {
+        _HOSTS: _swap(
+            '        if gone:\n            self.call("discard"', '        if False:\n            self.call("discard"'
+        )
+    },
+    "a host deletes all that is older": {
+        _HOSTS: _swap("one.manifest is not None and one.path.name not in kept]", "one.manifest is not None]")
+    },
+    "rank 0 alone fetches": {
+        _HOSTS: _swap('        self.call("fetch", asked, limit_s=self._timeouts.lengthy_s)\n', "")
+    },
+    "hosts delete before the commit": {
+        _HOSTS: _swap(
+            "        info = self._publish(manifest, entries)\n",
+            '        self._home.call("clean up", {"attempt": "none", "names": [], "sequence": manifest.sequence})\n'
+            "        info = self._publish(manifest, entries)\n",
+        )
+    },
+    "a new host gets no folder": {_HOSTS: _swap("        if new:\n", "        if False:\n")},
+    "what is spread gets no name": {_HOSTS: _swap("        durable.publish_file(staged, target)\n", "")},
+    "other hosts are not looked at": {
+        _HOSTS: _swap(
+            "found = {0: self.verified_here(name, manifest.op_id), **told}",
+            "found = {rank: self.verified_here(name, manifest.op_id) for rank in (0, *told)}",
+        )
+    },
+    "other hosts delete all": {
+        _HOSTS: _swap(
+            'FileHome.discard(self, self._there(args["names"]))',
+            "FileHome.discard(self, [one.path for one in self.look()])",
+        )
+    },
+    "nothing is prepared elsewhere": {_HOSTS: _swap('        self._home.call("prepare", asked)\n', "")},
+    "all hosts fetch what rank 0 needs": {
+        _HOSTS: _swap("sorted(needed.get(leader, entries))", "sorted(needed.get(0, entries))")
+    },
+}
+"""Those of directories on each host's own disk."""
+PLANTED |= IN_STORES | IN_MIRRORS | BESIDE_READERS | ON_HOSTS
 
 
 def _may_meet(name: str, seed: int) -> bool:
     if name in BESIDE_READERS:
         return has_readers(seed)
+    if name in ON_HOSTS:
+        return has_hosts(seed)
     if name in IN_STORES:
         return in_a_store(seed)
     return has_mirror(seed) if name in IN_MIRRORS else True
@@ -338,7 +425,7 @@ def first_seed(
     from sim.loader import Slots
 
     slots, began = Slots(PLANTED[name]), time.process_time()
-    first += FIRST if name in BESIDE_READERS else 0
+    first += FIRST if name in BESIDE_READERS else FIRST_OF_HOSTS if name in ON_HOSTS else 0
     for number, seed in enumerate(range(first, first + most)):
         if not _may_meet(name, seed):
             continue

@@ -124,6 +124,11 @@ class Readers:
         aside = oracle._at(f"{oracle.directory}/.safe_ckpt/quarantine").children.values()
         if commit.node in aside or any(commit.node in one.children.values() for one in aside):
             return  # a resume has read it wrongly
+        hidden = f"{oracle.directory}/.safe_ckpt"
+        pending = oracle._at(f"{hidden}/pending").children
+        for op_id, left in oracle._at(f"{hidden}/trash").children.items():
+            if commit.node in left.children.values() and op_id in pending and one.path.name in pending[op_id].children:
+                return  # the step is being saved again: the old one has left, and the new one has not its name yet
         node = oracle._root().children.get(one.path.name)
         if node is not commit.node or _problem(node) is not None:
             what = "gone" if node is not commit.node else _problem(node)

@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from kit import warm
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,4 +45,4 @@ def _run(*arguments):
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONOPTIMIZE", None)
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
+    return warm.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)

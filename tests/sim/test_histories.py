@@ -43,7 +43,7 @@ or one who waits believes, what a host remembers, folders that are not synced (t
 Three that had one above 3,000,000 lost it when a start asked more; no other was looked for: another format behind a read that
 said something else, what was set aside, and a name that was taken back.
 """
-SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 18)]
+SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 15)]
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
@@ -57,7 +57,7 @@ def test_a_planted_bug_fits_the_source(name):
 @pytest.mark.timeout(900)
 def test_simulated_histories_violate_no_rule():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends; saves succeed, but for faults."""
-    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (300, 2)
+    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (150, 2)
     ended = sim("--count", count, "--processes", processes)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     print(ended.stdout[-1500:])

@@ -27,6 +27,7 @@ def test_gpu_check_without_a_gpu_says_so_and_succeeds(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_checks_of_gpu_check_run_on_a_cpu(tmp_path):
     """Each has a row: a save behind which the optimizer steps at once, a killed run; what needs a GPU is skipped by name."""

@@ -70,6 +70,7 @@ def test_a_mutant_dies_where_a_test_notices_it_and_lives_where_none_can(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_test_that_fails_without_a_mutant_is_named_and_notices_none(tmp_path):
     """Whatever a mutant did, it would fail. Where nothing can be run at all, nothing is tried."""
     name = "tests/unit/test_small.py"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit import faults, hosts, kinds, object_servers, ranks, slurm
+from kit import disks, hosts, kinds, object_servers, ranks, slurm
 from sim.running import share_of_saves_that_succeed, sim
 from support import run_program
 
@@ -29,7 +29,7 @@ def helps(folder):
 
 
 def uses_a_disk(folder):
-    with faults.small_disk(folder, "1m"):
+    with disks.small_disk(folder, "1m"):
         pass
 
 
@@ -115,7 +115,7 @@ STARTS = [
     (lambda folder: object_servers.start("moto", folder), "server"),
     (lambda folder: hosts.Hosts(1, folder).__enter__(), "hosts"),
     (lambda folder: slurm.one_node().__enter__(), "hosts"),
-    (lambda folder: faults.small_disk(folder, "1m").__enter__(), "hosts"),
+    (lambda folder: disks.small_disk(folder, "1m").__enter__(), "hosts"),
     (lambda folder: ranks.spawn_ranks(print, 1), "ranks"),
     (lambda folder: ranks.spawn_over(hosts.Hosts(1, folder), 1, print), "ranks"),
 ]

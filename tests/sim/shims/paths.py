@@ -123,7 +123,7 @@ def folder_of(path: str, dir_fd: int | None, depth: int = 0) -> tuple[Node, str]
     node = here().world.disk.root
     if dir_fd is not None and dir_fd >= 0 and not path.startswith("/"):
         node = descriptor(dir_fd).node
-    parts, walked = parts_of(path), ""
+    parts, walked = here().world.located(parts_of(path)), ""
     for part in parts[:-1]:
         child = node.children.get(part)
         walked = f"{walked}/{part}"

@@ -141,7 +141,7 @@ def _close(fd: int) -> None:
     if opened is None:
         raise fail(errno.EBADF)
     disk = here().world.disk
-    if opened.wrote and not disk.local:
+    if opened.wrote and not disk.is_local(opened.node):
         disk.sync(opened.node)  # a network file system sends what was written at the close
 
 

@@ -87,7 +87,13 @@ def is_exact(make, places, epochs=2):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kinds", [("torch",), ("random", "numpy"), ("torch", "random", "numpy")])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *(pytest.param(kinds, marks=pytest.mark.thorough) for kinds in (("torch",), ("random", "numpy"))),
+        ("torch", "random", "numpy"),
+    ],
+)
 def test_workers_go_on_drawing_where_they_were(kinds, persistent):
     """With the batches in flight made again, each by the worker that would have made it."""
 
@@ -216,7 +222,13 @@ def test_workers_that_stay_go_back_with_the_loop(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize(("workers", "size"), [(0, 4), (1, 4), (3, 4), (3, 1), (3, None)])
+@pytest.mark.parametrize(
+    ("workers", "size"),
+    [
+        *((0, 4), (3, 4), (3, None)),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((1, 4), (3, 1))),
+    ],
+)
 def test_iterable_data_sets_go_to_their_place(workers, size, draws):
     """Workers that have read all stay so, the others go on in turn; as in a run without a resume, at any place."""
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from kit.contracts import HomeContract
 from kit.memory_store import MemoryStore, no_answer
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import take_away
@@ -13,6 +12,7 @@ from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.testing.contracts import HomeContract
 
 
 class TestFileHome(HomeContract):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safe_ckpt.core.home.pins.book import Book
 from safe_ckpt.core.home.pins.hold import Hold
 from safe_ckpt.core.home.pins.observer import PinWatch
 from safe_ckpt.core.home.pins.record import Due, Pin, Silence, ruling_on
-from safe_ckpt.core.home.pins.shelf import FileShelf, ObjectShelf
+from safe_ckpt.core.home.pins.shelf import FileShelf, ObjectShelf, to_tell, told_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 
@@ -192,6 +193,50 @@ def test_what_a_killed_reader_left_is_taken_away(tmp_path):
     assert {path.name for path in shelf.place.iterdir()} == {"r.pin", "r.missed"}
 
 
+def test_the_second_look_heeds_all_that_a_new_reader_wants(tmp_path):
+    """A reader that has come since the first look keeps what it wants; one that was there then, what it holds alone."""
+    (tmp_path / HIDDEN).mkdir()
+    shelf, place = FileShelf(tmp_path / HIDDEN), tmp_path / "s1"
+    watch = PinWatch(shelf)
+    assert watch.kept([place]) == {}
+    shelf.write("r.pin", pin(wants=("s1",), limit=1).to_bytes())
+    assert set(watch.held([place])) == {place}
+    shelf.write("r.pin", pin(wants=("s1",), limit=0).to_bytes())
+    assert watch.kept([place]) == {}  # its limit is reached: it was told
+    shelf.write("r.pin", pin(wants=("s1",), limit=1).to_bytes())
+    assert watch.held([place]) == {}  # what it was told stays true
+    shelf.write("r.pin", pin(holds="s1").to_bytes())
+    assert set(watch.held([place])) == {place}
+
+
+def test_a_reader_is_not_told_of_what_stays_for_another(tmp_path):
+    """What is beyond its limit, and kept for somebody else, is there when it comes to it."""
+    (tmp_path / HIDDEN).mkdir()
+    shelf, places = FileShelf(tmp_path / HIDDEN), [tmp_path / f"s{number}" for number in (3, 2, 1)]
+    shelf.write("r.pin", pin(wants=("s1", "s2", "s3"), limit=1).to_bytes())
+    shelf.write("q.pin", replace(pin(holds="s2"), reader="q").to_bytes())
+    assert set(PinWatch(shelf).kept(places)) == {tmp_path / "s2", tmp_path / "s3"}
+    assert [one["name"] for one in told_of(shelf.told("r.missed"))] == ["s1"]
+
+
+def test_a_sign_of_life_behind_a_failed_write_is_whole(tmp_path):
+    """The pin changed and could not be written: what follows is another length, and replaces the file."""
+    (tmp_path / HIDDEN).mkdir()
+    shelf = FileShelf(tmp_path / HIDDEN)
+    shelf.write("r.pin", pin(holds="a-long-name").to_bytes())
+    for after in (pin(holds="s1"), pin(holds="a-longer-name"), pin(holds="a-longer-game")):
+        shelf.renew("r.pin", after.to_bytes())
+        assert Pin.from_bytes(shelf.told("r.pin")) == after
+
+
+def test_of_much_that_was_missed_the_newest_is_told():
+    """The word to a reader is bounded; what it says already is not said twice."""
+    before = [{"name": f"s{number}", "sequence": number} for number in range(1000)]
+    more = [{"name": f"s{number}", "sequence": number} for number in (999, 1000, 1001)]
+    said = [one["name"] for one in told_of(to_tell(before, more))]
+    assert said == [f"s{number}" for number in range(2, 1002)]
+
+
 @pytest.fixture
 def home(tmp_path):
     home = FileHome(tmp_path / "run", lease_s=60)
@@ -212,6 +257,30 @@ def test_what_is_held_is_not_deleted(home):
     assert home.discard([home.path / "a"]) == [home.path / "a"]
     assert not os.listdir(home.trash)
     assert not (home.hidden / "pins").exists()
+
+
+def test_a_reader_that_ends_leaves_no_word_to_it(home):
+    """What it was told goes with its pin: nobody else reads it."""
+    hold = Hold(title="eval", ttl_s=60)
+    hold.take(home.path / "a", lambda: True, ours=False)
+    (file,) = (home.hidden / "pins").iterdir()
+    file.with_suffix(".missed").write_bytes(to_tell([], [{"name": "b", "sequence": 1}]))
+    assert hold.told() == ["b"]
+    hold.close()
+    assert not (home.hidden / "pins").exists()
+
+
+def test_a_forked_child_leaves_the_pin_of_its_parent(home):
+    """A data loader's worker that ends closes what it inherited; its parent still reads."""
+    hold = Hold(title="eval", ttl_s=60)
+    hold.take(home.path / "a", lambda: True, ours=False)
+    child = os.fork()
+    if child == 0:
+        hold.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert home.discard([home.path / "a"]) == []
+    hold.close()
 
 
 def test_a_pin_that_comes_before_the_rename_is_heeded(home, monkeypatch):

@@ -210,3 +210,51 @@ def test_work_behind_an_unhealthy_checkpoint_is_lost():
     (loss,) = ledger.account(told(events), now=START + 221).losses
     assert loss.lost_steps.least == 95
     assert loss.lost_s.least == pytest.approx(202.1 - 100 - 2)
+
+
+def test_a_checkpoint_of_weights_alone_saves_no_work():
+    """Nothing resumes from one: the kill cost all since the whole one before it."""
+    events = [
+        (5, "run", {**RUN, "pid": 1, "began": START}),
+        *saved(100, 95),
+        *saved(200, 190, weights_only=True),
+        (210, "run", {**RUN, "pid": 2, "began": START + 209}),
+    ]
+    (loss,) = ledger.account(told(events), now=START + 211).losses
+    assert loss.lost_steps.least == 95
+    assert loss.since_commit_s.least == pytest.approx(100, abs=1)
+
+
+def test_a_resume_from_an_older_one_loses_what_came_behind_it():
+    """The newest is not what the next run took: its path says where it went on."""
+    events = [
+        (5, "run", {**RUN, "pid": 1, "began": START}),
+        *saved(100, 95),
+        *saved(200, 190),
+        (203, "end", {"optimizer_steps": 190, "in_order": True}),
+        (210, "run", {**RUN, "pid": 2, "began": START + 209}),
+        (220, "resumed", {"path": "/r/s95", "step": 95, "seconds": 3.0}),
+    ]
+    (loss,) = ledger.account(told(events), now=START + 221).losses
+    assert (loss.killed, loss.lost_steps.least, loss.lost_steps.most) == (False, 95, 95)
+    assert loss.lost_s.least == pytest.approx(203 - 100 - 1, abs=1.1)
+
+
+def test_a_run_is_alive_until_two_signs_did_not_come():
+    """One may be late; then it counts as killed."""
+    events = [
+        (5, "run", {**RUN, "pid": 1, "began": START}),
+        *saved(100, 95),
+        (130, "alive", {"optimizer_steps": 120}),
+    ]
+    for seconds, is_live in ((131, True), (130 + 2 * SIGN_S - 1, True), (130 + 2 * SIGN_S + 1, False)):
+        found = ledger.account(told(events), now=START + seconds)
+        assert (found.is_live, len(found.losses)) == (is_live, int(not is_live))
+
+
+def test_an_error_that_lost_nothing_is_an_interruption_all_the_same():
+    """A run that an exception ended right behind a save: it stopped, and has to be started again."""
+    events = [(5, "run", {**RUN, "pid": 1, "began": START}), *saved(100, 95)]
+    for in_order, number in ((True, 0), (False, 1)):
+        end = (102.1, "end", {"optimizer_steps": 95, "in_order": in_order})
+        assert len(ledger.account(told([*events, end]), now=START + 500).losses) == number

@@ -29,10 +29,10 @@ class Alone:
     def clock(self):
         return self.now
 
-    def saved(self, stall_s, seconds=5.0):
+    def saved(self, stall_s, seconds=5.0, **more):
         facts = {"rank": 0, "name": "a", "step": 1, "size_bytes": 1}
         self.hooks[0](events.Snapshotted(**facts, stall_s=stall_s))
-        self.hooks[0](events.Committed(**facts, path="/a", sequence=1, seconds=seconds))
+        self.hooks[0](events.Committed(**facts, path="/a", sequence=1, seconds=seconds, **more))
 
     def train(self, pace, steps, step_s):
         """The moments of saves, in seconds from the start."""
@@ -75,6 +75,34 @@ def test_the_interval_lies_between_its_bounds():
     assert pace.every_s() == 300.0
     with pytest.raises(ConfigError, match="least_s"):
         Pace(engine, None, least_s=2, most_s=1)
+
+
+def test_the_latest_saves_say_what_one_costs():
+    """A model that grew: what its first saves cost counts no more behind 50 others."""
+    engine = Alone()
+    pace = Pace(engine, None, least_s=1.0, most_s=1e6, clock=engine.clock)
+    for stall_s, seconds in ((0.01, 900.0), (4.0, 5.0)):
+        for _ in range(50):
+            engine.saved(stall_s=stall_s, seconds=seconds)
+    assert pace.every_s() == pytest.approx(interval.daly(4.0, 86_400))
+
+
+def test_a_save_of_weights_alone_does_not_say_how_long_one_takes():
+    """It is another save than the one that is due."""
+    engine = Alone()
+    pace = Pace(engine, None, least_s=10.0, clock=engine.clock)
+    engine.saved(stall_s=0.0001, seconds=20.0)
+    engine.saved(stall_s=0.0001, seconds=300.0, weights_only=True)
+    assert pace.every_s() == 20.0
+
+
+def test_a_meeting_is_well_ahead_of_the_moment_at_which_a_save_is_due():
+    """Steps that become twice as slow between two meetings delay a save by less than half of what was left."""
+    engine = Alone()
+    pace = Pace(engine, None, least_s=20.0, clock=engine.clock)
+    engine.train(pace, 10, 1.0)
+    (late,) = engine.train(pace, 10, 1.4)[:1]
+    assert late <= 20.0 - 10.0 + 1.4
 
 
 def test_steps_that_become_slow_delay_a_save_by_half_a_minute_of_looks():

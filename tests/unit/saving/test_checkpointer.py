@@ -461,8 +461,8 @@ def test_every_error_is_catchable_as_one(tmp_path):
 def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, how, where):
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
     failed = how == "raises"
-    # Four thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
-    shutdown_s = "0.05" if failed else str(scaled(1.0))
+    # Two thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
+    shutdown_s = "0.05" if failed else str(scaled(0.5))
     done = run_program("ends_while_bytes_move", str(tmp_path / "exp"), shutdown_s, where, how, finalize=True)
     assert done.returncode == int(failed), done.stderr
     assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
@@ -528,6 +528,21 @@ def test_folders_of_others_are_left_alone(tmp_path, content):
         flip_bit(tmp_path / "step-00000002/x.json", 0)
         assert ckpt.resume({"x": 0}).step == 1
     assert (tmp_path / "app").is_dir()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_another_tool_has_saved_under_the_name_of_a_step_is_kept(tmp_path, caplog, is_folder):
+    """A folder without a manifest, or a file: it is in the quarantine when the step has been saved, and a warning says so."""
+    place = tmp_path / "step-00000002"
+    file = place / ".metadata" if is_folder else place
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"of a DCP checkpoint")
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(2, {"x": 2}).result()
+    assert f"{place} has no manifest: it is kept as" in caplog.text
+    kept = tmp_path / ".safe_ckpt/quarantine/step-00000002"
+    assert (kept / ".metadata" if is_folder else kept).read_bytes() == b"of a DCP checkpoint"
+    assert steps(tmp_path) == ["step-00000002"]
 
 
 def test_nothing_in_the_working_directory_stands_in_for_the_standard_library(tmp_path):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kit.contracts import ExtensionContract
 from kit.memory_store import MemoryStore
 from safe_ckpt import CheckpointConfig, Mirror
 from safe_ckpt.extensions.assemble import assemble
+from safe_ckpt.testing.contracts import ExtensionContract
 
 CONFIG = CheckpointConfig(mirror=Mirror(url="s3://bucket/run"))
 

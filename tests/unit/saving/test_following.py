@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -95,6 +96,49 @@ def test_each_second_is_kept_for_its_reader(tmp_path):
         for step in range(3, 9):
             save(ckpt, step)
         assert [(one.step, one.missed) for one in follower] == [(4, ()), (6, ()), (8, ())]
+
+
+def while_it_waits(monkeypatch, act, times):
+    """What happens while a reader waits for the next one: ``act(n)``, so many times."""
+    sleep, done = time.sleep, []
+
+    def waits(seconds):
+        if threading.current_thread() is threading.main_thread() and len(done) < times:
+            done.append(None)
+            act(len(done))
+        else:
+            sleep(seconds)
+
+    monkeypatch.setattr("safe_ckpt.following.time.sleep", waits)
+
+
+def test_what_was_read_goes_while_its_reader_waits_for_the_next(tmp_path, monkeypatch):
+    """Its block is over: the next commit deletes it, although nothing else was taken yet."""
+    there = []
+    with Checkpointer(tmp_path, ONE) as ckpt:
+
+        def act(number):
+            save(ckpt, 1 + number)
+            there.append(names(tmp_path))
+
+        while_it_waits(monkeypatch, act, 3)
+        save(ckpt, 1)
+        follower = safe_ckpt.follow(tmp_path, every=2, timeout_s=30)
+        assert [next(follower).step, next(follower).step] == [2, 4]
+        follower.close()
+    assert there == [["step-00000002"], ["step-00000003"], ["step-00000004"]]
+
+
+def test_what_was_taken_is_not_told_as_missed(tmp_path, monkeypatch):
+    """Also where the job saves twice before the reader looks again, and its limit is reached."""
+    with Checkpointer(tmp_path, ONE) as ckpt:
+        while_it_waits(monkeypatch, lambda _: [save(ckpt, step) for step in (2, 3)], 1)
+        save(ckpt, 1)
+        follower = safe_ckpt.follow(tmp_path, every=1, limit=1, timeout_s=30)
+        assert next(follower).step == 1
+        three = next(follower)
+        assert (three.step, three.missed) == (3, ("step-00000002",))
+        follower.close()
 
 
 def test_what_exceeds_the_limit_is_told(tmp_path):

@@ -30,7 +30,12 @@ def exported_elsewhere(ckpt, folder, number):
 
 @pytest.mark.parametrize(
     ("save", "in_flight", "early"),
-    [(saved, 1, 10), (saved, 3, 10), (exported, 1, 10), (exported_elsewhere, 1, MOST + 5)],
+    [
+        pytest.param(saved, 1, 10, marks=pytest.mark.thorough),
+        (saved, 3, 10),
+        pytest.param(exported, 1, 10, marks=pytest.mark.thorough),
+        (exported_elsewhere, 1, MOST + 5),
+    ],
 )
 def test_handles_of_finished_saves_do_not_pile_up(tmp_path, save, in_flight, early):
     """Handles of saves that are over go by themselves, without ``wait``; one that the user keeps still answers."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.thorough import THOROUGH
 from support import program_path
 
 
@@ -27,8 +28,8 @@ def test_two_users_of_a_group_go_on_from_each_others_checkpoints(open_to_all):
     folder.mkdir()
     os.chown(folder, 0, 2000)
     folder.chmod(0o2775)
-    steps = []
-    for user in (1001, 1002, 1001, 1002):
+    users, steps = (1001, 1002, 1001, 1002) if THOROUGH else (1001, 1002), []
+    for user in users:
         done = subprocess.run(
             [sys.executable, program_path("saves_as_another_user"), folder / "run", str(user)],
             capture_output=True,
@@ -39,8 +40,8 @@ def test_two_users_of_a_group_go_on_from_each_others_checkpoints(open_to_all):
         )
         assert done.returncode == 0, done.stderr
         steps.append(int(done.stdout))
-    assert steps == [2, 4, 6, 8]
-    modes = {path.stat().st_mode & 0o777 for path in (folder / "run/step-00000007").iterdir()}
+    assert steps == [2, 4, 6, 8][: len(users)]
+    modes = {path.stat().st_mode & 0o777 for path in (folder / f"run/step-{steps[-1] - 1:08}").iterdir()}
     assert modes <= {0o664, 0o444}
 
 

@@ -5,9 +5,9 @@ import itertools
 import obstore
 import pytest
 
-from kit.contracts import SourceContract
 from kit.memory_store import MemoryStore, no_answer
 from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.testing.contracts import SourceContract
 
 
 class TestFiles(SourceContract):

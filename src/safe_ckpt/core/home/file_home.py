@@ -530,15 +530,22 @@ class FilePublication:
         return None
 
     def _refuse_another_door(self) -> None:
-        """Refuse to replace what another door, such as ``publishing``, has saved under this name."""
+        """Refuse to replace what another door, such as ``publishing``, has saved under this name.
+
+        A directory of another tool, or a file, goes to the quarantine. Where a framework names the directories it is replaced,
+        as without safe_ckpt.
+        """
         if not os.path.lexists(self._final):
             return
+        ours = self._new.manifest.notes.get("adapter")
         try:
             there = read_manifest(self._final)
         except (OSError, SafeCheckpointError):  # damaged, or without a manifest: training has come here again
+            if ours is None and not os.path.lexists(self._final / MANIFEST_NAME):  # or another tool has saved it
+                logger.warning("%s has no manifest: it is kept as %s", self._final, self._home.quarantine(self._final))
             return
         door = there.notes.get("adapter")
-        if door != self._new.manifest.notes.get("adapter"):
+        if door != ours:
             message = (
                 f"{door or 'Checkpointer'} saved it, another door of safe_ckpt, so it is not replaced: move it away"
             )

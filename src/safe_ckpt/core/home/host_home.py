@@ -577,8 +577,9 @@ class HostPublication(FilePublication):
     def clean_up(self) -> None:
         """See ``Publication``."""
         super().clean_up()
-        names = [path.name for path in entries_in(self._home.path)]
-        with contextlib.suppress(SafeCheckpointError):
+        # It is committed: what the disk refuses now does not make it a failure.
+        with contextlib.suppress(SafeCheckpointError, OSError):
+            names = [path.name for path in entries_in(self._home.path)]
             sequence = self._new.manifest.sequence
             self._home.call("clean up", {"attempt": self._new.attempt, "names": names, "sequence": sequence})
 

@@ -259,7 +259,7 @@ class MirrorUploads:
             )
         finally:
             self._closing.set()
-            self._background.join(self._within_grace(_LAST_WORDS_S))
+            self._background.join(self._within_grace(min(_LAST_WORDS_S, self._config.timeouts.shutdown_s)))
         with self._turn:
             left = [str(one.info.path) for one in self._known()]
         if left:

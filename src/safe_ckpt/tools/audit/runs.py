@@ -22,7 +22,7 @@ from safe_ckpt.tools.audit.result import Audit
 
 OUT = "{out}"
 _POLL_S = 0.02
-_MARKER = "SAFE_CKPT_AUDIT_ID"  # by which what a run has started is found
+MARKER = "SAFE_CKPT_AUDIT_ID"  # by which what a run has started is found
 _HOOK = Path(__file__).with_name("hook")
 
 
@@ -147,7 +147,7 @@ class Runner:
         records.mkdir(parents=True)
         target.mkdir(exist_ok=True)
         path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {**os.environ, "PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), _MARKER: marker}
+        own = {**os.environ, "PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), MARKER: marker}
         own["SAFE_CKPT_AUDIT_STOP"] = str(2 * steps if within else steps)  # none may leave what is compared
         command = [part.replace(OUT, str(target)) for part in options.command] + list(more)
         with log.open("wb") as output:
@@ -165,7 +165,7 @@ class Runner:
             try:
                 killed = self._wait(process, records, name, steps, target if within else None)
             finally:
-                _kill(process, marker)
+                kill_started(process, marker)
         if not killed and process.returncode:
             _failed(f"the script ended with {process.returncode}", log)
         found = _read(records)
@@ -205,9 +205,9 @@ def _runs(pid: int) -> bool:
     return process_state(pid) not in ("", "Z", "X")
 
 
-def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
+def kill_started(process: subprocess.Popen[bytes], marker: str) -> None:
     """Send SIGKILL to it and to all that it has started, also in sessions of their own."""
-    looked = f"{_MARKER}={marker}".encode()
+    looked = f"{MARKER}={marker}".encode()
     for _ in range(100):
         found = False
         for entry in Path("/proc").iterdir():

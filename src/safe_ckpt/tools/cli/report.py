@@ -16,14 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from safe_ckpt.ledger import event_log, words
-from safe_ckpt.ledger.account import account
+from safe_ckpt.ledger import event_log
 from safe_ckpt.ledger.history import History, Notice, SaveHistory, build_history
 from safe_ckpt.text import clean, clock, duration, rate
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_directory, print_json, say, tell
 from safe_ckpt.tools.inspection.listing import list_existing
-from safe_ckpt.tools.report import page, restart, summary
+from safe_ckpt.tools.report import page, summary
 from safe_ckpt.tools.report.follow import Follower
+from safe_ckpt.tools.report.opening import Opening, Openings, opening_of
 from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
@@ -34,6 +34,7 @@ Output = Annotated[
 _SHOWN_SAVES = 10
 _SHOWN_NOTICES = 4
 _SHOWN_LOSSES = 5
+_LIVE_LOSSES = 1
 _STYLES = {
     "committed": "green",
     "failed": "bold red",
@@ -60,14 +61,12 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
     history, now = build_history(recording), time.time()
+    head = opening_of(directory, history, now)
     if as_json:
-        there = restart.look_at_restart(directory)
-        found = {"restart": dataclasses.asdict(there) if there is not None else None}
-        print_json({**found, "ledger": dataclasses.asdict(account(history, now)), **as_data(history)})
+        print_json({**head.as_data(), **as_data(history)})
         return
     existing, problem = list_existing(directory)
-    there = restart.look_at_restart(directory)
-    subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem, restart=there)
+    subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem, restart=head.restart)
     text = page.render(history, subject)
     if str(output) == "-":
         sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
@@ -75,9 +74,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         return
     with failing(f"{output} could not be written: ", ". Give another place with --output"):
         _replace(output, text)
-    told = account(history, now)
-    head = [] if there is None else [restart.sentence(there, now), *(f"not {one}" for one in there.passed_over)]
-    for one in (*head, *words.summed_up(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
+    for one in (*head.headline(now), *head.ledger(_SHOWN_LOSSES)):
         tell(one)
     tell(f"{output}: {summary.verdict(summary.total(history))}")
 
@@ -111,30 +108,39 @@ def _replace(output: Path, text: str) -> None:
 def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_json: AsJson = False) -> None:
     """Follow the saves of the job that writes to DIR. Ctrl-C ends it; the job does not notice.
 
+    First comes what a restart would take now, then how the saves go and what crashes and saves have cost.
     Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
     """
-    follower = Follower(directory)
+    follower, heads = Follower(directory), Openings(directory)
     with contextlib.suppress(KeyboardInterrupt), _reading(directory):
         if as_json:
-            print_json(as_data(follower.look() or History()))
+            told = follower.look() or History()
+            print_json({**opening_of(directory, told, time.time()).as_data(), **as_data(told)})
         elif once:
-            for line in lines(follower.look(), directory, time.time()):
+            history, now = follower.look(), time.time()
+            for line in lines(history, heads.look(history, now), directory, now):
                 tell(line)
         elif sys.stdout.isatty():
             with Live(console=console(), auto_refresh=False) as live:
                 while True:
-                    live.update(view(follower.look(), directory, time.time()), refresh=True)
+                    history, now = follower.look(), time.time()
+                    live.update(view(history, heads.look(history, now), directory, now), refresh=True)
                     time.sleep(every_s)
         else:
-            _stream(follower, every_s)
+            _stream(follower, heads, every_s)
 
 
-def _stream(follower: Follower, every_s: float) -> None:
+def _stream(follower: Follower, heads: Openings, every_s: float) -> None:
     printed: list[str] | None = None
     while True:
-        history = follower.look()
+        history, now = follower.look(), time.time()
         happened = happenings(history) if history is not None else []
-        new = lines(history, follower.directory, time.time()) if printed is None else after(happened, printed)
+        first = printed is None
+        new = (
+            lines(history, heads.look(history, now), follower.directory, now)
+            if first
+            else after(happened, printed or [])
+        )
         for line in new:
             tell(line)
         sys.stdout.flush()
@@ -142,16 +148,18 @@ def _stream(follower: Follower, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def view(history: History | None, directory: Path, now: float) -> RenderableType:
+def view(history: History | None, head: Opening | None, directory: Path, now: float) -> RenderableType:
     """The view of the terminal at ``now``, seconds since the epoch."""
-    if history is None:
+    if history is None or head is None:
         return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
     figures = summary.total(history)
     parts: list[RenderableType] = [
         Text(clean(str(directory)), style="dim"),
+        *(Text(line, style="bold green" if head.well else "bold red") for line in head.headline(now)),
         Text(summary.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
         Text(" ".join(summary.sentences(figures, now))),
         Text(_in_short(figures), style="dim"),
+        *map(Text, head.ledger(_LIVE_LOSSES)),
     ]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in (*_NAMES, *_FIGURES):
@@ -168,13 +176,14 @@ def view(history: History | None, directory: Path, now: float) -> RenderableType
     return Group(*parts)
 
 
-def lines(history: History | None, directory: Path, now: float) -> list[str]:
+def lines(history: History | None, head: Opening | None, directory: Path, now: float) -> list[str]:
     """The same in plain lines."""
-    if history is None:
+    if history is None or head is None:
         return [nothing_in(directory)]
     figures = summary.total(history)
-    sentences = [summary.verdict(figures), *summary.sentences(figures, now)]
-    return [" ".join(sentences), _in_short(figures), *happenings(history)[-_SHOWN_SAVES:]]
+    sentences = " ".join([summary.verdict(figures), *summary.sentences(figures, now)])
+    first = [*head.headline(now), sentences, _in_short(figures), *head.ledger(_LIVE_LOSSES)]
+    return [*first, *happenings(history)[-_SHOWN_SAVES:]]
 
 
 def happenings(history: History) -> list[str]:

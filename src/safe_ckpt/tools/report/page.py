@@ -30,6 +30,7 @@ from safe_ckpt.tools.report.restart import Restart
 
 CSS = resources.files("safe_ckpt.tools.report").joinpath("page.css").read_text(encoding="utf-8")
 _MOST_FAILURES, _MOST_NOTICES, _MOST_SAVES, _MOST_EXISTING = 30, 60, 200, 100
+_BAD_STATES = ("unhealthy", "damaged", "quarantined", "unreadable")
 _KINDS = {"respawned": "new writer", "stoprequested": "asked to stop"}
 _NUMBER = re.compile(r"\d+")
 _MOST_BARS = 90
@@ -176,7 +177,8 @@ def _existing(subject: Subject) -> dict[str, Any]:
         rows.append(
             [text.clean(cell) for cell in (row.name, step, created, bytes_text(row.size_bytes), metrics, state)]
         )
-    return _listing(("name", "step", "created", "size", "metrics", "state"), rows)
+    bad = [number for number, row in enumerate(subject.existing[:_MOST_EXISTING]) if row.state in _BAD_STATES]
+    return {**_listing(("name", "step", "created", "size", "metrics", "state"), rows), "bad": bad}
 
 
 def _moment(written: str | None, zone: tzinfo | None) -> str:

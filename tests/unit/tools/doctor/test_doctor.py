@@ -13,10 +13,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from kit.faults import FaultyStorage, small_disk
+from kit.disks import small_disk
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.machine import memory_limit_bytes
+from safe_ckpt.testing import FaultyStorage
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.doctor import disk, examination, machine
 from safe_ckpt.tools.doctor.check import CheckOptions, CheckResult, refused, worst

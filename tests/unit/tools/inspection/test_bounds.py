@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from kit.thorough import THOROUGH
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection import dcp_reader
 from safe_ckpt.tools.inspection.tensors import describe
@@ -34,7 +35,7 @@ def test_two_small_files_do_not_keep_the_command_busy(tmp_path, kind):
     """A tuple of a tuple, 28 times, is 65 bytes; its whole text would have hundreds of millions of them."""
     for name in ("a.pkl", "b.pkl"):
         (tmp_path / name).write_bytes(NESTED[kind])
-    for names in (["a.pkl"], ["a.pkl", "b.pkl"]):
+    for names in (["a.pkl"], ["a.pkl", "b.pkl"]) if THOROUGH else (["a.pkl", "b.pkl"],):
         words = [sys.executable, "-m", "safe_ckpt.tools.cli", "inspect", *names]
         subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60, check=False)
 

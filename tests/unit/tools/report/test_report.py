@@ -283,7 +283,7 @@ def test_the_report_does_not_call_an_unknown_outcome_failed():
     figures = summary.total(history_)
     assert (figures.failed, figures.unknown, history_.saves[-1].outcome) == (0, 1, "outcome unknown")
     text = rendered([*a_save(1, 10), unknown])
-    assert "1 save committed, none failed, 1 with an unknown outcome." in text
+    assert "1 save committed, none failed, 1 with an unknown outcome." in text.replace("\N{NO-BREAK SPACE}", " ")
     assert "outcome unknown: rank 0 was lost" in text
     assert "not all is well" in text
     assert "not committed" not in text

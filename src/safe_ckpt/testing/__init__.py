@@ -1,4 +1,7 @@
-"""For the tests of your own program: saves that start no process, and an audit of what its resume forgets."""
+"""For tests of your own: saves that start no process, an audit of what a resume forgets, kills, storage that goes wrong.
+
+``safe_ckpt.testing.contracts``, which needs pytest, has the contracts of homes, sources, extensions and adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safe_ckpt.core.writer.inline import inline
+from safe_ckpt.testing.faults import FaultyStorage
+from safe_ckpt.testing.kills import Kills, kills
 from safe_ckpt.tools.audit.result import Audit
 from safe_ckpt.tools.audit.runs import Options
 from safe_ckpt.tools.audit.runs import audit as run
 
-__all__ = ["audit", "inline_saves"]
+__all__ = ["FaultyStorage", "Kills", "audit", "inline_saves", "kills"]
 
 
 @contextlib.contextmanager

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno as errors
 import mmap
 import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-from kit.kinds import starting
 
 _LAYOUT = struct.Struct("<qqiiiiiiii1024s256s1024s")
 _PASS, _KILL_JOB, _FAIL, _FAIL_ALWAYS, _STOP, _DELAY, _TEAR, _KILL_SELF = range(8)
@@ -37,6 +33,18 @@ class FaultyStorage:
 
     Raises:
         RuntimeError: there is no C compiler, or this is not Linux.
+
+    Example:
+        ```python
+        storage = FaultyStorage(Path("kit"))
+        storage.fail(1, below=Path("far").absolute())
+        made = subprocess.run(["mkdir", "-p", "far"], env={**os.environ, **storage.environment}, capture_output=True)
+        print(made.stderr.decode().rpartition(": ")[2])
+        ```
+
+        ```text
+        Input/output error
+        ```
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +60,7 @@ class FaultyStorage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a job needs in its environment to be watched."""
+        """The environment of a job that is watched."""
         return {"LD_PRELOAD": str(self._library), "SAFE_CKPT_SHIM": str(self._state)}
 
     @property
@@ -152,17 +160,4 @@ def _build(library: Path) -> None:
         raise RuntimeError(f"the fault library does not build here:\n{built.stderr}")
 
 
-@contextlib.contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of the given size (such as ``"16m"``), mounted at ``path`` while this is entered. Needs root.
-
-    Raises:
-        subprocess.CalledProcessError: it may not be mounted.
-    """
-    starting("hosts")
-    path.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+__all__ = ["KINDS", "FaultyStorage"]
