@@ -8,8 +8,9 @@ Ratios of one run. Three questions:
 
 ``calls``: saves on ``/dev/shm`` in turn, without a mirror, with one in a directory, and with one whose file system is stopped
 (bindfs, needs root). ``frozen``: a job whose far end is stopped for so long, and comes back; beside it one without a far end.
-``restarts``: a job that saved there, or on a disk, is killed; the time from the kill to the first step of
-the next process, with the files on the disk in the page cache and not. The start of Python and torch is in it.
+``restarts``: a job that saved there, or on a disk, with a mirror behind it, is killed with all its processes; the time from the
+kill to the first step of the next one, with the files on the disk in the page cache and not. The start of Python and torch is
+in it; what of it is the resume is told besides.
 """
 
 import argparse
@@ -142,43 +143,63 @@ def frozen(mebibytes: int, seconds: float, disk: Path) -> dict[str, float]:
     }
 
 
-def job(folder: Path, mebibytes: int) -> None:
-    """Resume, say that the first step is made, save, and wait to be killed."""
+def job(folder: Path, mebibytes: int, far: Path) -> None:
+    """Resume, say that the first step is made, save, have it copied, and wait to be killed."""
     state = made(mebibytes)
-    with Checkpointer(folder) as ckpt:
+    config = CheckpointConfig(mirror=Mirror(url=str(far), keep_last=1), retention=Retention(keep_last=1))
+    begun = time.monotonic()
+    with Checkpointer(folder, config) as ckpt:
         info = ckpt.resume(state)
+        resumed = time.monotonic() - begun
         for tensor in state["model"].values():
             tensor.add_(1)
-        print("stepped", time.time(), flush=True)
-        ckpt.save(info.step + 1 if info else 0, state).result()
+        print("stepped", time.time(), resumed, flush=True)
+        if info is None:
+            ckpt.save(0, state)
+            ckpt.wait(mirrored=True)
         print("saved", flush=True)
         time.sleep(3600)
 
 
 def restarts(mebibytes: int, rounds: int, disk: Path) -> dict[str, float]:
     """Seconds from the kill of a job to the first step of the next one: medians by where its checkpoint is."""
-    command = [sys.executable, __file__, "job", "--mebibytes", str(mebibytes), "--folder"]
-    found: dict[str, list[float]] = {"memory": [], "disk, cached": [], "disk, cold": []}
+    command = [sys.executable, __file__, "job", "--mebibytes", str(mebibytes)]
+    found: dict[str, list[tuple[float, float]]] = {"memory": [], "disk, cached": [], "disk, cold": []}
     with tempfile.TemporaryDirectory(dir=MEMORY) as near, tempfile.TemporaryDirectory(dir=disk) as slow:
         for _ in range(rounds):
             for name, top in (("memory", near), ("disk, cached", slow), ("disk, cold", slow)):
-                folder = Path(top) / "run"
-                shutil.rmtree(folder, ignore_errors=True)
-                first = subprocess.Popen([*command, folder], stdout=subprocess.PIPE, text=True)
+                folder, far = Path(top) / "run", Path(slow) / "far"
+                for old in (folder, far):
+                    shutil.rmtree(old, ignore_errors=True)
+                begin = [*command, "--folder", str(folder), "--far", str(far)]
+                first = subprocess.Popen(begin, stdout=subprocess.PIPE, text=True, start_new_session=True)
                 wait_for(first, "saved")
                 if name == "disk, cold":
                     forget(folder)
                 killed = time.time()
-                first.kill()
-                first.wait()
-                again = subprocess.Popen([*command, folder], stdout=subprocess.PIPE, text=True)
-                found[name].append(float(wait_for(again, "stepped")) - killed)
-                again.kill()
-                again.wait()
-    medians = {f"{name}: s": statistics.median(seconds) for name, seconds in found.items()}
+                kill(first)
+                again = subprocess.Popen(begin, stdout=subprocess.PIPE, text=True, start_new_session=True)
+                stepped, resumed = wait_for(again, "stepped").split()
+                found[name].append((float(stepped) - killed, float(resumed)))
+                wait_for(again, "saved")
+                kill(again)
+                print(name, *found[name][-1], file=sys.stderr, flush=True)
+    medians = {}
+    for name, rows in found.items():
+        medians[f"{name}: s"] = statistics.median(row[0] for row in rows)
+        medians[f"{name}: of it the resume"] = statistics.median(row[1] for row in rows)
     for name in ("disk, cached", "disk, cold"):
         medians[f"{name} / memory"] = medians[f"{name}: s"] / medians["memory: s"]
+        medians[f"{name} / memory, the resume"] = (
+            medians[f"{name}: of it the resume"] / medians["memory: of it the resume"]
+        )
     return medians
+
+
+def kill(job: "subprocess.Popen[str]") -> None:
+    """SIGKILL to all processes of a job."""
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 def wait_for(job: "subprocess.Popen[str]", word: str) -> str:
@@ -207,9 +228,10 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk")
+    parser.add_argument("--far", type=Path, default=Path("runs/far"), help="of a job")
     options = parser.parse_args()
     if options.question == "job":
-        job(options.folder, options.mebibytes)
+        job(options.folder, options.mebibytes, options.far)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.absolute()

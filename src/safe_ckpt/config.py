@@ -198,7 +198,7 @@ class Mirror(_Checked):
     """When retention deletes a local checkpoint, delete its copy too."""
     near: Literal["shared", "per-host"] = "shared"
     """``"per-host"``: the directory lies on each host's own disk, such as NVMe or ``/dev/shm``, and holds what its ranks have
-    written. For ``Checkpointer``. ``"shared"``: all ranks see one directory."""
+    written. For ``Checkpointer``, Accelerate and Transformers. ``"shared"``: all ranks see one directory."""
     max_behind: int | None = field(default=None, metadata=limits(at_least=1))
     """A save that finds more committed ones than this with neither a copy nor a newer one there raises ``MirrorBehindError`` on
     every rank, and stays committed. Null: a mirror that is behind is no error."""

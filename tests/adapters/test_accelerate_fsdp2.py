@@ -5,6 +5,7 @@ Accelerate offers FSDP2 on accelerators only; here the state is told by hand tha
 """
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -15,6 +16,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
 from accelerate_runs import CONFIG, forget, make, seed, train
+from host_runs import config as per_host
+from host_runs import move_to_host, why_no_mounts
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -273,3 +276,37 @@ def test_parameters_frozen_or_unfrozen_between_saves_go_to_the_other_file(tmp_pa
     first, second, third = (files[number].stat().st_size for number in (0, 2, 4))
     assert second > 1.9 * first
     assert third < 1.1 * first
+
+
+def _on_its_host(rank, folder, resumed):
+    """Train five steps with a save behind the third, or go on from that: the weights at the end, and the files on this host."""
+    near = move_to_host(rank, folder)
+    made = accelerator(rank, near / "exp")
+    parts = training(made, number=7 if resumed else 0)
+    with register(made, per_host(folder)) as handle:
+        if resumed:
+            assert handle.resume().name == "checkpoint_0"
+        else:
+            train(made, parts, 3)
+            made.save_state()
+            handle.wait(mirrored=True)
+        saved = near / "exp/checkpoints/checkpoint_0"
+        files = sorted(one.relative_to(saved).as_posix() for one in saved.rglob("*.distcp"))
+        train(made, parts, 2)
+    return {name: value.tolist() for name, value in whole(parts[0]).items()}, files
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(bool(why_no_mounts()), reason=f"mounts of one's own: {why_no_mounts()}")
+@pytest.mark.parametrize("lost", [(), (1,), (0, 1)])
+def test_shards_lie_on_each_host_and_go_on_when_a_disk_is_lost(tmp_path, lost):
+    """``mirror.near: per-host``, a rank on each of two hosts: each disk has that rank's shards. A resume ends as a run that
+    never stopped, also where one disk or both are new.
+    """
+    first = values(spawn_ranks(_on_its_host, 2, tmp_path, False))
+    for rank, (_, files) in enumerate(first):
+        assert files == [f"{part}/__{rank}_0.distcp" for part in ("optimizer_0", "pytorch_model_fsdp_0")]
+    for host in lost:
+        shutil.rmtree(tmp_path / f"host{host}")
+    again = values(spawn_ranks(_on_its_host, 2, tmp_path, True))
+    assert [end for end, _ in again] == [end for end, _ in first]

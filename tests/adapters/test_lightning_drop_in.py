@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning_runs import PACKAGES, Stop, module_class, package, stop_at, trainer
 
-from safe_ckpt import CheckpointConfig
+from safe_ckpt import CheckpointConfig, Mirror
 from safe_ckpt.adapters.patch import StandIn
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
@@ -271,3 +271,11 @@ def test_another_io_that_only_reads_goes_on_reading(tmp_path):
     assert reading.read == 1
     assert began[1] == ended[0] != ended[1]
     assert lightning_runs.fingerprint(Module.load_from_checkpoint(callback.best_model_path)) == ended[1]
+
+
+def test_a_directory_on_each_host_is_refused_by_name(tmp_path):
+    """Lightning's files are whole states of one rank: ``mirror.near: per-host`` says who can have it, and what to give here."""
+    near = CheckpointConfig(mirror=Mirror(url=str(tmp_path / "far"), near="per-host"))
+    callback = SafeCheckpointCallback(dirpath=tmp_path / "near", config=near)
+    with pytest.raises(ConfigError, match=r'mirror\.near: "per-host" is for.*give "shared"'):
+        trainer(pl, [callback], tmp_path).fit(Module())

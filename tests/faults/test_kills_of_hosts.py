@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from host_runs import config, empty, move_to_host, same, state_of, why_no_mounts
 from kit import warm
 from kit.far import bindfs
 from kit.limits import QUICK
 from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
-from multirank.host_runs import config, empty, move_to_host, same, state_of, why_no_mounts
 from safe_ckpt import Checkpointer
 from support import flip_bit, program_path
 

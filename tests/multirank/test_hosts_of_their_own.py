@@ -1,13 +1,17 @@
 """``mirror.near: per-host``: a directory on each host's own disk."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
-from host_runs import config, empty, move_to_host, same, same_shards, shards_of, state_of, why_no_mounts
+import torch
 
+from host_runs import config, empty, move_to_host, same, same_shards, shards_of, state_of, why_no_mounts
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer
+from safe_ckpt.errors import NotEnoughSpaceError
 
 pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=f"mounts of one's own: {why_no_mounts()}")
 HOSTS = (0, 0, 1, 1)  # of the ranks
@@ -113,3 +117,28 @@ def test_shards_come_to_the_ranks_that_need_them(tmp_path, how):
     assert values(resumed) == [(30, True)] * len(hosts)
     again = spawn_ranks(_resume_sharded, len(hosts), tmp_path, hosts, mesh_shape, dimension)
     assert values(again) == [(40, True)] * len(hosts)
+
+
+def _resumes_with_little_room(rank, folder):
+    near = move_to_host(rank, folder)
+    if rank == 1:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", near], check=True)
+    state = {"weights": torch.zeros(200_000)}
+    with Checkpointer(near, config(folder)) as ckpt:
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            ckpt.resume(state)
+        return caught.value.needed_bytes > 800_000 > caught.value.free_bytes, os.listdir(near)
+
+
+def _saves_much(rank, folder):
+    with Checkpointer(move_to_host(rank, folder), config(folder)) as ckpt:
+        ckpt.save(1, {"weights": torch.zeros(200_000)}).result()
+
+
+@pytest.mark.timeout(120)
+def test_files_of_other_hosts_that_do_not_fit_are_refused_before_one_comes(tmp_path):
+    """A new host whose near directory, a small tmpfs, has no room for what it lacks: an error on all ranks."""
+    values(spawn_ranks(_saves_much, 2, tmp_path))
+    told = values(spawn_ranks(_resumes_with_little_room, 2, tmp_path))
+    assert [one[0] for one in told] == [True, True]
+    assert "step-00000001" not in told[1][1]

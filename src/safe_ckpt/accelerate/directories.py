@@ -89,6 +89,8 @@ class AcceleratorSaver(Saver):
         said_within_a_window: whether the warning about accumulated gradients was logged.
     """
 
+    may_be_per_host = True
+
     def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
         sinks = functools.partial(trackers.sinks, accelerator)
         super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=sinks)

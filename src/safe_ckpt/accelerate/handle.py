@@ -391,13 +391,36 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
         _refuse_hybrid(accelerator.state.fsdp_plugin, form)
     project = accelerator.project_configuration
-    if project.save_on_each_node:
-        message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
-        raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
+    _refuse_near(accelerator, config)
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
     retention(accelerator, config)
+
+
+def _refuse_near(accelerator: Any, config: CheckpointConfig) -> None:
+    """Refuse what cannot be on each host's own disk, and a disk of each host's own without a mirror."""
+    per_host = config.mirror.near == "per-host"
+    if accelerator.project_configuration.save_on_each_node and not per_host:
+        message = (
+            "is not supported by itself: all ranks commit one checkpoint. Use a file system that they share; or, for a "
+            'directory on each host\'s own disk, mirror.near = "per-host" and mirror.url'
+        )
+        raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
+    if per_host and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        message = '"per-host" is not supported with DeepSpeed: give "shared", and a directory that all ranks see'
+        raise ConfigError(key="mirror.near", message=message)
+
+
+def check_names(accelerator: Any, config: CheckpointConfig) -> None:
+    """Refuse names of the user's where each host has its own disk: each would need a lock there.
+
+    Raises:
+        ConfigError: says what to use.
+    """
+    if config.mirror.near == "per-host" and not accelerator.project_configuration.automatic_checkpoint_naming:
+        own = "Accelerate must name the checkpoints: use ProjectConfiguration(automatic_checkpoint_naming=True)"
+        raise ConfigError(key="mirror.near", message=f'"per-host": {own}')
 
 
 def _refuse_hybrid(plugin: Any, form: str) -> None:

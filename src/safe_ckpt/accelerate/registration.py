@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.accelerate.handle import Handle, check
+from safe_ckpt.accelerate.handle import Handle, check, check_names
 from safe_ckpt.adapters.handle import begin
 from safe_ckpt.adapters.spool import is_url, spooled
-from safe_ckpt.config import ConfigLike
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def register(accelerator: Any, config: ConfigLike | None = None, *, hooks: Itera
         accelerator.end_training()
         ```
     """
-    settings = begin(accelerator, config, check)
+    settings = begin(accelerator, config, _check)
     project = accelerator.project_configuration
     for other in list(_registered):
         other._leave(project)
@@ -73,6 +73,11 @@ def register(accelerator: Any, config: ConfigLike | None = None, *, hooks: Itera
     handle = Handle(accelerator, settings, hooks=hooks, project=local)
     _registered.add(handle)
     return handle
+
+
+def _check(accelerator: Any, settings: CheckpointConfig) -> None:
+    check(accelerator, settings)
+    check_names(accelerator, settings)
 
 
 def _logs_beside(local: Path, accelerator: Any) -> str:

@@ -23,10 +23,12 @@ from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.home.candidates import list_directories, newest_sequence
+from safe_ckpt.core.home.host_home import HostHome
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming import one_resume
-from safe_ckpt.core.resuming.candidate import FileReader
+from safe_ckpt.core.resuming.candidate import FileReader, Reader
+from safe_ckpt.core.resuming.host_reader import HostReader, everything
 from safe_ckpt.core.resuming.one_resume import Offered
 from safe_ckpt.core.resuming.visit import Visit, Visitors
 from safe_ckpt.core.saving.engine import Engine
@@ -86,6 +88,7 @@ class Saver:
         homes: the directories of checkpoints that are held, the one used last at the end.
         names: what is held by itself, as other jobs may hold what lies beside it.
         closed: whether ``close`` was called.
+        may_be_per_host: whether its directories may lie on each host's own disk, where ``mirror.near`` says so.
 
     Raises:
         SafeCheckpointError: see ``Engine``.
@@ -105,6 +108,7 @@ class Saver:
         ```
     """
 
+    may_be_per_host: ClassVar[bool] = False
     _living: ClassVar[weakref.WeakSet[Saver]] = weakref.WeakSet()
 
     def __init__(
@@ -149,7 +153,7 @@ class Saver:
         if folder in self.homes:
             self.homes[folder] = self.homes.pop(folder)
         else:
-            home = OpenHome(held=self.engine.hold(folder, hidden=hidden))
+            home = OpenHome(held=self.engine.hold(folder, hidden=hidden, per_host=self.may_be_per_host))
             self.engine.list_held(home.held, {"directory": folder}, lambda: self.list_held(home))
             self.homes[folder] = home
         return self.homes[folder]
@@ -193,7 +197,7 @@ class Saver:
             NoValidCheckpointError: there are checkpoints and none is usable.
             SafeCheckpointError: one could not be read; on every rank.
         """
-        reader = FileReader(self.engine, verify or self.verify_share)
+        reader = self._reader(home.held, verify)
         find = find or self._candidates_of(home)
         request = one_resume.ResumeRequest(home=home.held, list_candidates=find, reader=reader, by_name=self._by_name)
         chosen = one_resume.choose(self.engine, request)
@@ -258,7 +262,8 @@ class Saver:
             HostileCheckpointError: it would run code; on every rank.
             SafeCheckpointError: it could not be read; on every rank.
         """
-        one_resume.check(self.engine, path, self.verify_share)
+        home = self.homes.get(path.parent)
+        one_resume.check(self.engine, path, self._reader(home.held if home is not None else None))
         if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
             logger.warning(_FOREIGN, path)
 
@@ -276,6 +281,18 @@ class Saver:
             if (manifest := manifest_of(path)) is not None:
                 step = manifest.step
         self.engine.tell(events.Resumed(rank=rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
+
+    def _reader(self, home: FileHome | None, verify: Callable[[Path], None] | None = None) -> Reader:
+        """Reads candidates of a directory. Where each host has its own, each gets all files of one first."""
+        if not isinstance(home, HostHome):
+            return FileReader(self.engine, verify or self.verify_share)
+        return HostReader(
+            self.engine, home, everything, lambda path, host: self._verify_on(path, len(host.ranks), host.place)
+        )
+
+    def _verify_on(self, path: Path, size: int, rank: int) -> None:
+        verify_share(path, rank, size)
+        refuse_code(path, rank, size)
 
     def verify_share(self, path: Path) -> None:
         """Verify this rank's share of one checkpoint, and refuse what would run code when a framework reads it.
@@ -314,7 +331,7 @@ class Saver:
             yield folder
         except BaseException:
             if engine.rank == 0:
-                home.held.drop_pending(key)
+                home.held.abandon(folder)
             raise
 
     def save(

@@ -149,6 +149,7 @@ class SafeCheckpointMixin(_Base):
                     path = str(found) if found is not None else None
                 elif resume_from_checkpoint:
                     path, begun = str(absolute(resume_from_checkpoint)), time.monotonic()
+                    saver.hold_per_host(absolute(self.args.output_dir or "."), Path(path))
                     if saver.verify_if_there(Path(path)):
                         saver.resumed(Path(path), begun)
                 if path is not None:
@@ -157,7 +158,9 @@ class SafeCheckpointMixin(_Base):
                     go_on(saver.engine, lambda: [self.model])
                     one_resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
                 place = self._data_place = TrainerDataPlace(path, self.args, saver.engine)
-                with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
+                with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}) as patch:
+                    # Each file is written once, and each host keeps its part.
+                    patch.put(self.args, {"save_on_each_node": False})
                     return super().train(path, *args, **kwargs)
             finally:
                 self.stopped_by_signal = stopper is not None and stopper.stopped
@@ -311,8 +314,11 @@ def _check(trainer: Any, resumed: str | bool | None, config: CheckpointConfig) -
     strategies.check(trainer, config)
     if trainer.checkpoint_every not in (None, "auto"):
         raise ConfigError(key="checkpoint_every", message='is "auto" or None')
-    if trainer.args.save_on_each_node:
-        message = "is not supported: safe_ckpt commits one checkpoint that all processes see. Leave it False"
+    if trainer.args.save_on_each_node and config.mirror.near != "per-host":
+        message = (
+            "is not supported by itself: all processes commit one checkpoint. Leave it False, with an output_dir that they all "
+            'see; or, for a directory on each host\'s own disk, set mirror.near = "per-host" and mirror.url'
+        )
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)
     if policy_of(config.retention) is not None:
         own = "the Trainer has its own: use save_total_limit and load_best_model_at_end"

@@ -40,6 +40,8 @@ class TransformersSaver(Saver):
         sharing: plans and loads what several processes have parts of.
     """
 
+    may_be_per_host = True
+
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
         owner = "a Transformers Trainer; it is free when train() has ended"
         super().__init__(config, ADAPTER, find=candidates, owner=owner, by_name=BY_NAME, hooks=hooks)
@@ -60,6 +62,11 @@ class TransformersSaver(Saver):
             )
             raise NoValidCheckpointError(path=str(folder), message=message)
         return info.file_path if info is not None else None
+
+    def hold_per_host(self, folder: Path, path: Path) -> None:
+        """Take the Trainer's directory where each host has its own and this checkpoint lies there, perhaps in parts."""
+        if self.config.mirror.near == "per-host" and path.parent == folder:
+            self._home(folder)
 
     def verify_if_there(self, path: Path) -> bool:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is. Returns whether there is one.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, PerRank, Retention, Timeouts, events
 
 sys.path[:0] = sys.argv[4:]
-from multirank.host_runs import move_to_host  # noqa: E402 - it lies there
+from host_runs import move_to_host  # noqa: E402 - it lies there
 
 folder, rank, meeting = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 near = move_to_host(rank, folder)

@@ -25,8 +25,8 @@ from safe_ckpt.text import listed
 logger = logging.getLogger(__name__)
 
 
-def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
-    """Hash the files in ``staged`` that are not in ``written``, and make them durable. On rank 0, in the background.
+def adopt(staged: Path, written: Collection[str], *, rank: int = 0) -> list[FileEntry]:
+    """Hash the files in ``staged`` that are not in ``written``, and make them durable. On ``rank``, in the background.
 
     Raises:
         OSError: as the operating system says, also for what is neither a file nor a directory.
@@ -37,7 +37,7 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
         if name in written or file.is_symlink():  # the target of a link is not ours
             continue
         size = sync_file(file)
-        entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
+        entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=rank))
     _sync_folders(staged)
     return entries
 

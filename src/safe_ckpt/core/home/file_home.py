@@ -158,6 +158,17 @@ class FileHome(HeldHome[Path]):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def prefilled(self, key: str) -> Path:
+        """The folder for files of a save that others write before it begins."""
+        return self.pending / key / "files"
+
+    def make_prefilled(self, key: str) -> Path:
+        """Create and return it; see ``open_folder``."""
+        self.make_pending(key)
+        folder = self.prefilled(key)
+        folder.mkdir()
+        return folder
+
     def aside(self, op_id: str, path: Path) -> Path:
         """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
 
@@ -458,9 +469,11 @@ class FilePublication:
             refuse_unreadable(self._pending)
         return manifest, entries
 
-    def seal_as(self, manifest: Manifest) -> None:
+    def seal_as(self, manifest: Manifest, keep_foreign: Callable[[str], bool] | None) -> None:
         """Complete a part of what another host commits: all of it is durable behind this, but for its name."""
         self._final = self._final.with_name(manifest.name)
+        if keep_foreign is not None:
+            extra_files.keep_foreign(self._final, self._pending, keep_foreign)
         durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
         for folder in (*self.folders, str(self._own)):
             durable.sync_directory(folder)

@@ -29,9 +29,10 @@ from typing import Any, ClassVar, Protocol, cast
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
+from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_home import FileHome, FilePublication
-from safe_ckpt.core.home.home import Copies, NewCheckpoint, Publication
+from safe_ckpt.core.home.home import Additions, Copies, NewCheckpoint, Publication
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import entries_in, really_inside
@@ -102,6 +103,7 @@ class HostHome(FileHome):
         meeting: how the hosts reach each other.
         name: unique to this directory in this session.
         timeouts: how long to wait.
+        hidden: the hidden folder, if it is not to lie in ``path``.
 
     Attributes:
         hosts: the ranks of each host, by its first one.
@@ -109,7 +111,7 @@ class HostHome(FileHome):
     """
 
     is_on_each_host: ClassVar[bool] = True
-    unsupported = frozenset({"file", "prefilled", "stamps", "keep_foreign", "links", "pointers"})
+    unsupported = frozenset({"file", "stamps", "links", "pointers"})
 
     def __init__(
         self,
@@ -120,13 +122,15 @@ class HostHome(FileHome):
         meeting: Meeting,
         name: str,
         timeouts: Timeouts,
+        hidden: Path | None = None,
     ) -> None:
-        super().__init__(path, lease_s=lease_s, owner=owner)
+        super().__init__(path, lease_s=lease_s, hidden=hidden, owner=owner)
         self.hosts = {leader: tuple(ranks) for leader, ranks in meeting.hosts.items()}
         self._timeouts = timeouts
         self._rank = meeting.rank
         self._committed: Collection[str] = ()
         self._under_way: dict[str, FilePublication] = {}
+        self._additions: dict[str, Additions] = {}  # of this rank's own saves, by the attempt
         self._served = self._actions()
         # What is copied to or from a far place may take long, and no save waits for it.
         names = (name, f"{name}-copies")
@@ -149,6 +153,8 @@ class HostHome(FileHome):
             "list": lambda _: list(self._op_ids()),
             "open": self._open_here,
             "prepare": self._prepare_here,
+            "prefill": lambda args: str(FileHome.make_prefilled(self, args["attempt"])),
+            "adopt": self._adopt_here,
             "seal": self._seal_here,
             "finish": self._finish_here,
             "abort": self._abort_here,
@@ -159,6 +165,7 @@ class HostHome(FileHome):
             "have": self._have_here,
             "verify": lambda args: self.verified_here(args["name"], args["op_id"]),
             "read": lambda args: self._read_here(args["name"], args["file"], args["start"], args["length"]),
+            "room": lambda args: self._room_here(args["needed"].get(str(self._rank), 0)),
             "make": self._make_here,
             "fill": lambda args: self._fill_here(**args),
         }
@@ -240,10 +247,25 @@ class HostHome(FileHome):
         """See ``Home``."""
         path = self.path / self.name_of(new.path)
         if self._rank:
+            if self._rank in self.hosts:
+                self._additions[new.attempt] = new.additions
             return FilePublication(new, self, path, timeouts)
         if new.needed_by_rank:
             new = dataclasses.replace(new, needed_bytes=sum(new.needed_by_rank[rank] for rank in self.own_ranks))
         return HostPublication(new, self, path, timeouts)
+
+    def make_prefilled(self, key: str) -> Path:
+        """See ``FileHome``. On each host."""
+        folder = super().make_prefilled(key)
+        self.call("prefill", {"attempt": key})
+        return folder
+
+    def abandon(self, prefilled: Path | None) -> None:
+        """See ``Home``. On each host."""
+        super().abandon(prefilled)
+        if prefilled is not None and self._rank == 0:
+            with contextlib.suppress(SafeCheckpointError):
+                self.call("abort", {"attempt": prefilled.parent.name})
 
     def _prepare_here(self, args: Mapping[str, Any]) -> None:
         path = self.path / args["name"]
@@ -253,24 +275,33 @@ class HostHome(FileHome):
             op_id=args["attempt"],
             needed_bytes=sum(args["needed"].get(str(rank), 0) for rank in self.own_ranks),
             folders=args["folders"],
+            additions=Additions(prefilled=self.prefilled(args["prefilled"]) if args["prefilled"] else None),
         )
         self._under_way[args["attempt"]] = publication = FilePublication(new, self, path, self._timeouts)
         publication.prepare()
         if (before := _manifest_of(path)) is not None and before.op_id == new.manifest.op_id:
             _adopt(path, publication.folder, before.files)
 
+    def _adopt_here(self, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The files of hooks that ran on this host."""
+        folder = self._under_way[args["attempt"]].folder
+        return [dataclasses.asdict(one) for one in extra_files.adopt(folder, set(args["written"]), rank=self._rank)]
+
     def _seal_here(self, args: Mapping[str, Any]) -> None:
         publication = self._under_way[args["attempt"]]
         manifest = Manifest.from_json(args["manifest"], str(self.path))
         own = set(args["files"].get(str(self._rank), ()))
         publication.check_written([one for one in manifest.files if one.path in own])
-        publication.seal_as(manifest)
+        # Of a save this rank has begun its own half; of a copy there is none.
+        additions = self._additions.get(args["attempt"], Additions())
+        publication.seal_as(manifest, additions.keep_foreign)
 
     def _finish_here(self, args: Mapping[str, Any]) -> None:
         self._under_way[args["attempt"]].give_name()
 
     def _abort_here(self, args: Mapping[str, Any]) -> None:
         self._under_way.pop(args["attempt"], None)
+        self._additions.pop(args["attempt"], None)
         self.drop_pending(args["attempt"])
 
     def _clean_up_here(self, args: Mapping[str, Any]) -> None:
@@ -369,6 +400,11 @@ class HostHome(FileHome):
             if not any(file in found[leader]["good"] for leader in self.hosts):
                 return _lost(path, manifest, file, found)
         entries = {entry.path: entry for entry in manifest.files}
+        needed = {
+            leader: sum(entries[one].size_bytes for one in lacking if leader in lacking[one]) for leader in self.hosts
+        }
+        self._room_here(needed[0])
+        self.call("room", {"needed": {str(leader): size for leader, size in needed.items()}})
         new = {leader for leaders in lacking.values() for leader in leaders if not found[leader]["there"]}
         if new:
             self.call("make", {"name": name, "manifest": manifest.to_json()}, only=sorted(new))
@@ -423,6 +459,11 @@ class HostHome(FileHome):
             except CorruptCheckpointError as error:
                 bad[entry.path] = str(error)
         return {"there": True, "good": good, "bad": bad}
+
+    def _room_here(self, needed_bytes: int) -> None:
+        """Refuse files of other hosts that do not fit here, before any of them comes."""
+        why = "What the ranks of this host read comes from other hosts, and stays here as long as the checkpoint does."
+        durable.require_space(self.path, needed_bytes, why)
 
     def _read_here(self, name: str, file: str, start: int, length: int) -> str:
         with open(really_inside(really_inside(self.path, name), file), "rb") as stream:
@@ -482,6 +523,16 @@ class HostPublication(FilePublication):
             files[leader_of[entry.rank]].append(entry.path)
         return files
 
+    def _adopted(self, written: Collection[str]) -> list[FileEntry]:
+        """What hooks have written on the other hosts. Of one name the first host's counts."""
+        found: dict[str, FileEntry] = {}
+        told = self._home.call("adopt", {"attempt": self._new.attempt, "written": sorted(written)})
+        for leader in sorted(told):
+            for entry in (FileEntry(**row) for row in told[leader]):
+                if not os.path.lexists(self.folder / entry.path):
+                    found.setdefault(entry.path, entry)
+        return list(found.values())
+
     def prepare(self) -> None:
         """See ``Publication``."""
         new = self._new
@@ -492,6 +543,7 @@ class HostPublication(FilePublication):
             "manifest": new.manifest.to_json(),
             "needed": {str(rank): size for rank, size in enumerate(new.needed_by_rank)},
             "folders": list(new.folders),
+            "prefilled": new.additions.prefilled.parent.name if new.additions.prefilled is not None else "",
         }
         self._home.call("prepare", asked)
 
@@ -499,10 +551,12 @@ class HostPublication(FilePublication):
         self, entries: Sequence[FileEntry], sections: Mapping[str, Any], check_still_wanted: Callable[[], None]
     ) -> CheckpointInfo:
         """See ``Publication``."""
-        files = self._fetched or self._written(entries)
-        here = set(files[0])
+        here = set((self._fetched or self._written(entries))[0])
         self._check_written([entry for entry in entries if entry.path in here], check_still_wanted)
+        if self._new.additions.prefilled is not None:
+            entries = (*entries, *self._adopted({entry.path for entry in entries}))
         manifest, entries = self._seal(entries, sections)
+        files = self._fetched or self._written(entries)
         by_leader = {str(leader): list(names) for leader, names in files.items()}
         asked = {"attempt": self._new.attempt, "manifest": manifest.to_json(), "files": by_leader}
         self._home.call("seal", asked)

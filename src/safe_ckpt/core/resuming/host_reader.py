@@ -23,7 +23,7 @@ class HostReader:
         home: the directories, which are held.
         needs: which files the ranks of a host read.
         load: reads one candidate on this rank, verifying what it reads.
-        verified: see ``Reader``.
+        verified: see ``Reader``; None where it is all of one.
 
     Attributes:
         verified: as given.
@@ -35,7 +35,7 @@ class HostReader:
         home: HostHome,
         needs: Needs,
         load: Callable[[Path, Host], Any],
-        verified: Callable[[], Manifest | None],
+        verified: Callable[[], Manifest | None] = lambda: None,
     ) -> None:
         self._ranks = ranks
         self._home = home
@@ -51,7 +51,7 @@ class HostReader:
 
     def rest(self, place: Place) -> bool:
         """See ``Reader``. Shards are cut in another way now, and a rank lacks one: every host gets all files."""
-        return self._agree_files(self._path(place), _everything) is None
+        return self._agree_files(self._path(place), everything) is None
 
     def _agree_files(self, path: Path, needs: Needs) -> dict[str, Any] | None:
         limit_s = self._ranks.config.timeouts.lengthy_s
@@ -97,5 +97,6 @@ class HostReader:
             return self._load(path, host)
 
 
-def _everything(manifest: Manifest, _: Sequence[int]) -> set[str]:
+def everything(manifest: Manifest, _: Sequence[int]) -> set[str]:
+    """All files, on each host: what a framework reads is not known."""
     return {entry.path for entry in manifest.files}

@@ -24,7 +24,7 @@ from safe_ckpt.core.home.candidates import by_commit, holds_weights_alone, newes
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at
 from safe_ckpt.core.home.standing import passed_over, standing_of
 from safe_ckpt.core.home.visibility import list_patiently
-from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader, Rejected, first_usable
+from safe_ckpt.core.resuming.candidate import KINDS, Reader, Rejected, first_usable
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.extension import Extension
 from safe_ckpt.core.storage.objects.place import Place
@@ -210,7 +210,7 @@ def _none_usable(path: Place, rejected: Mapping[str, str], seen: Mapping[str, An
     return NoValidCheckpointError(path=str(path), message=message, rejected=named)
 
 
-def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
+def check(engine: Engine, path: Path, reader: Reader) -> None:
     """Let every rank verify one checkpoint of which only the path is known. Every rank calls this.
 
     Raises:
@@ -219,7 +219,7 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
         IncompleteCheckpointError: a file of it is not there, on every rank.
         SafeCheckpointError: it could not be read, on every rank.
     """
-    _, verdict = FileReader(engine, load).try_one(path, ours=False)
+    _, verdict = reader.try_one(path, ours=False)
     if verdict is not None:
         raise KINDS[verdict["kind"]](path=str(path), message=verdict["why"])
     engine.extensions.ask("a resume", lambda one: one.named(path))

@@ -133,11 +133,14 @@ class HeldHomes:
         if config.mirror.near != "per-host":
             return home
         if not (per_host and home.is_mounted):
-            message = '"per-host" is for the directory of a Checkpointer, on disks: elsewhere the ranks share what is mirrored'
+            message = (
+                '"per-host" is for the directories of a Checkpointer, of an Accelerator that names its checkpoints itself, and '
+                f'of a Transformers Trainer, on disks, and not for {place}: give "shared", and a directory that all ranks see'
+            )
             raise ConfigError(key="mirror.near", message=message)
         coordinator = self._coordinator
         path = in_files(home.path)
-        hosts = hosts_that_see(coordinator, path, config.timeouts.barrier_s)
+        hosts = hosts_that_see(coordinator, in_files(home.hidden), config.timeouts.barrier_s)
         if len(hosts) == 1:
             return home
         meeting = Meeting(
@@ -153,6 +156,7 @@ class HeldHomes:
             meeting=meeting,
             name=str(coordinator.call),
             timeouts=config.timeouts,
+            hidden=hidden,
         )
 
     def tell(self, event: events.Event) -> None:

@@ -119,16 +119,16 @@ def open_folder(coordinator: Coordinator, home: FileHome, key: str, timeout_s: f
         DirectoryError: it could not be made, on every rank.
         DirectoryNotSharedError: some ranks do not see it.
     """
-    folder = home.pending / key / "files"
+    folder = home.prefilled(key)
 
     def make(_: object) -> str:
         with naming(rank=0, phase="making a folder for hooks", path=folder):
-            home.make_pending(key)
-            folder.mkdir()
-            return shared.leave_token(folder)
+            home.make_prefilled(key)
+            return "" if home.is_on_each_host else shared.leave_token(folder)
 
     token = coordinator.agree("folder for hooks", must_match={"key": key}, timeout_s=timeout_s, decide=make)
-    shared.await_shared(coordinator, folder, token, timeout_s)
+    if token:  # on each host's own disk its ranks see it at once
+        shared.await_shared(coordinator, folder, token, timeout_s)
     return folder
 
 

@@ -134,8 +134,8 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
     coordinator.agree("directory seen", must_match={"path": path}, timeout_s=timeout_s, local=sees, decide=judge)
 
 
-def hosts_that_see(coordinator: Coordinator, path: Path, timeout_s: float) -> dict[int, list[int]]:
-    """Every rank: which ranks see the same directory at ``path``, by the first of them. It is made where it is missing.
+def hosts_that_see(coordinator: Coordinator, hidden: Path, timeout_s: float) -> dict[int, list[int]]:
+    """Every rank: which ranks see the same hidden folder of a directory, by the first of them. It is made where it is missing.
 
     Raises:
         DirectoryError: it cannot be made.
@@ -144,9 +144,9 @@ def hosts_that_see(coordinator: Coordinator, path: Path, timeout_s: float) -> di
 
     def leave() -> str:
         nonlocal token
-        with naming(rank=coordinator.rank, phase="creating the checkpoint directory", path=path):
-            durable.make_directory(path / HIDDEN)
-            token = leave_token(path / HIDDEN)
+        with naming(rank=coordinator.rank, phase="creating the checkpoint directory", path=hidden):
+            durable.make_directory(hidden)
+            token = leave_token(hidden)
         return token
 
     def grouped(answers: Mapping[int, Any]) -> dict[str, list[int]]:
@@ -159,15 +159,15 @@ def hosts_that_see(coordinator: Coordinator, path: Path, timeout_s: float) -> di
     def told(answers: Mapping[int, Any]) -> list[str]:
         return [answers[rank] for rank in sorted(answers)]
 
-    view = {"path": path}
+    view = {"path": hidden}
     left = coordinator.agree("hosts", must_match=view, timeout_s=timeout_s, local=leave, decide=told)
 
     def seen() -> list[str]:
-        return [one for one in left if presence.is_seen(path / HIDDEN / one)]
+        return [one for one in left if presence.is_seen(hidden / one)]
 
     hosts = coordinator.agree("hosts seen", must_match=view, timeout_s=timeout_s, local=seen, decide=grouped)
     with contextlib.suppress(OSError):
-        (path / HIDDEN / token).unlink()
+        (hidden / token).unlink()
     return {int(leader): ranks for leader, ranks in hosts.items()}
 
 

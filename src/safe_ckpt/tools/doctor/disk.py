@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ NETWORK = {
     "virtiofs": "it is a folder of the host of a virtual machine: the host decides when bytes are on the disk",
 }
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_CLUSTERS = ("ceph", "gpfs", "beegfs", "glusterfs", "afs", "cvmfs", "orangefs", "pvfs2")
+_BLOCKS = Path("/sys/dev/block")
+_SOLD_AS_NVME = "Elastic Block Store"  # AWS shows a disk on its network as NVMe, with this in the name of its model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +113,58 @@ def judge_file_system(mount: Mount) -> CheckResult:
     return at_a_price("file system", text, advice, **figures)
 
 
+def medium_of(mount: Mount, device: int, blocks: Path = _BLOCKS) -> str:
+    """What the files lie on: memory, NVMe, a disk, the network; "" where that is not known, as behind a FUSE program.
+
+    Args:
+        mount: the mount.
+        device: the number of its device.
+        blocks: where the kernel lists the devices, for tests.
+    """
+    if mount.in_memory:
+        return "memory"
+    if mount.kind in NETWORK or mount.kind.removeprefix("fuse.") in _CLUSTERS:
+        return "the network"
+    return _medium_of_block((blocks / f"{os.major(device)}:{os.minor(device)}").resolve())
+
+
+def _medium_of_block(block: Path) -> str:
+    """That of a device, by its folder in ``/sys``: of one that is made of others, the slowest of theirs."""
+    if not block.is_dir():
+        return ""
+    parts = list((block / "slaves").glob("*"))
+    if parts:
+        found = {_medium_of_block(part.resolve()) for part in parts}
+        return next((one for one in ("", "the network", "a disk") if one in found), "NVMe")
+    if not block.name.startswith("nvme"):
+        return "a disk"
+    whole = block if (block / "device").exists() else block.parent  # of a partition
+    controller = (whole / "device").resolve()
+    # Of a controller, or of those below a subsystem of several paths: anything else is NVMe over fabrics.
+    transports = {_text(one) for one in (controller / "transport", *controller.glob("nvme*/transport"))}
+    is_far = bool(transports - {"", "pcie"})
+    return "the network" if is_far or _SOLD_AS_NVME in _text(controller / "model") else "NVMe"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def file_system(examined: Examined) -> list[CheckResult]:
-    """The kind of the file system."""
+    """The kind of the file system, and what it is on."""
     mount = current(examined.existing)
-    return [judge_file_system(mount) if mount else not_made("file system", f"{_TABLE} does not list it")]
+    if mount is None:
+        return [not_made("file system", f"{_TABLE} does not list it")]
+    found, medium = judge_file_system(mount), medium_of(mount, os.stat(examined.existing).st_dev)
+    where = {"": "", "memory": ", in memory"}.get(medium, f", on {medium}")
+    return [
+        dataclasses.replace(
+            found, measured=f"{found.measured}{where}", figures={**found.figures, "medium": medium or None}
+        )
+    ]
 
 
 def renaming(examined: Examined) -> list[CheckResult]:

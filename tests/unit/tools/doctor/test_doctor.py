@@ -258,6 +258,39 @@ def test_mounts_of_containers_and_in_memory_are_warned_of():
         assert (found.state, word in found.advice) == ("warn", True)
 
 
+def test_what_a_directory_lies_on_is_memory_nvme_a_disk_or_the_network(tmp_path):
+    """By the mount and by the devices below it: of several the slowest, of NVMe over a network that."""
+    mount = disk.mount_of("/", MOUNTS)
+    for kind, medium in (
+        ("tmpfs", "memory"),
+        ("lustre", "the network"),
+        ("fuse.glusterfs", "the network"),
+        ("fuse.x", ""),
+    ):
+        assert disk.medium_of(dataclasses.replace(mount, kind=kind), os.makedev(0, 40), tmp_path) == medium
+
+    def device(number, name, *, partition=False, slaves=(), **facts):
+        whole = tmp_path / "devices" / name
+        for fact, text in facts.items():
+            (whole / "device").mkdir(parents=True, exist_ok=True)
+            (whole / "device" / fact).write_text(f"{text}\n")
+        block = whole / f"{name}p1" if partition else whole
+        block.mkdir(parents=True, exist_ok=True)
+        for slave in slaves:
+            (block / "slaves").mkdir(exist_ok=True)
+            (block / "slaves" / slave).symlink_to(tmp_path / "devices" / slave)
+        (tmp_path / f"8:{number}").symlink_to(block)
+        return disk.medium_of(mount, os.makedev(8, number), tmp_path)
+
+    assert device(0, "sda") == "a disk"
+    assert device(1, "nvme0n1", partition=True, transport="pcie", model="fast") == "NVMe"
+    assert device(2, "nvme1n1", transport="tcp") == "the network"
+    assert device(3, "nvme2n1", transport="pcie", model="Amazon Elastic Block Store") == "the network"
+    assert device(4, "dm-0", slaves=("nvme0n1", "sda")) == "a disk"
+    assert device(5, "dm-1", slaves=("nvme0n1",)) == "NVMe"
+    assert device(6, "md0", slaves=("nvme0n1", "nvme1n1")) == "the network"
+
+
 @pytest.mark.parametrize(
     ("found", "state"),
     [
