@@ -25,6 +25,11 @@ from safe_ckpt.text import listed
 logger = logging.getLogger(__name__)
 
 
+def prefilled(own: Path) -> Path:
+    """The folder for files that hooks write, in that of a save."""
+    return own / "files"
+
+
 def adopt(staged: Path, written: Collection[str], *, rank: int = 0) -> list[FileEntry]:
     """Hash the files in ``staged`` that are not in ``written``, and make them durable. On ``rank``, in the background.
 

@@ -158,16 +158,9 @@ class FileHome(HeldHome[Path]):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def prefilled(self, key: str) -> Path:
-        """The folder for files of a save that others write before it begins."""
-        return self.pending / key / "files"
-
-    def make_prefilled(self, key: str) -> Path:
-        """Create and return it; see ``open_folder``."""
-        self.make_pending(key)
-        folder = self.prefilled(key)
-        folder.mkdir()
-        return folder
+    def make_prefilled(self, key: str) -> None:
+        """Create the folder for files of a save that others write before it begins; see ``open_folder``."""
+        extra_files.prefilled(self.make_pending(key)).mkdir()
 
     def aside(self, op_id: str, path: Path) -> Path:
         """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.

@@ -153,7 +153,7 @@ class HostHome(FileHome):
             "list": lambda _: list(self._op_ids()),
             "open": self._open_here,
             "prepare": self._prepare_here,
-            "prefill": lambda args: str(FileHome.make_prefilled(self, args["attempt"])),
+            "prefill": lambda args: FileHome.make_prefilled(self, args["attempt"]),
             "adopt": self._adopt_here,
             "seal": self._seal_here,
             "finish": self._finish_here,
@@ -254,11 +254,10 @@ class HostHome(FileHome):
             new = dataclasses.replace(new, needed_bytes=sum(new.needed_by_rank[rank] for rank in self.own_ranks))
         return HostPublication(new, self, path, timeouts)
 
-    def make_prefilled(self, key: str) -> Path:
+    def make_prefilled(self, key: str) -> None:
         """See ``FileHome``. On each host."""
-        folder = super().make_prefilled(key)
+        super().make_prefilled(key)
         self.call("prefill", {"attempt": key})
-        return folder
 
     def abandon(self, prefilled: Path | None) -> None:
         """See ``Home``. On each host."""
@@ -275,7 +274,9 @@ class HostHome(FileHome):
             op_id=args["attempt"],
             needed_bytes=sum(args["needed"].get(str(rank), 0) for rank in self.own_ranks),
             folders=args["folders"],
-            additions=Additions(prefilled=self.prefilled(args["prefilled"]) if args["prefilled"] else None),
+            additions=Additions(
+                prefilled=extra_files.prefilled(self.pending / key) if (key := args["prefilled"]) else None
+            ),
         )
         self._under_way[args["attempt"]] = publication = FilePublication(new, self, path, self._timeouts)
         publication.prepare()
@@ -293,8 +294,7 @@ class HostHome(FileHome):
         own = set(args["files"].get(str(self._rank), ()))
         publication.check_written([one for one in manifest.files if one.path in own])
         # Of a save this rank has begun its own half; of a copy there is none.
-        additions = self._additions.get(args["attempt"], Additions())
-        publication.seal_as(manifest, additions.keep_foreign)
+        publication.seal_as(manifest, self._additions.get(args["attempt"], Additions()).keep_foreign)
 
     def _finish_here(self, args: Mapping[str, Any]) -> None:
         self._under_way[args["attempt"]].give_name()
@@ -525,13 +525,9 @@ class HostPublication(FilePublication):
 
     def _adopted(self, written: Collection[str]) -> list[FileEntry]:
         """What hooks have written on the other hosts. Of one name the first host's counts."""
-        found: dict[str, FileEntry] = {}
         told = self._home.call("adopt", {"attempt": self._new.attempt, "written": sorted(written)})
-        for leader in sorted(told):
-            for entry in (FileEntry(**row) for row in told[leader]):
-                if not os.path.lexists(self.folder / entry.path):
-                    found.setdefault(entry.path, entry)
-        return list(found.values())
+        found = {row["path"]: FileEntry(**row) for leader in sorted(told, reverse=True) for row in told[leader]}
+        return [entry for path, entry in found.items() if not os.path.lexists(self.folder / path)]
 
     def prepare(self) -> None:
         """See ``Publication``."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import read_lock
@@ -119,7 +120,7 @@ def open_folder(coordinator: Coordinator, home: FileHome, key: str, timeout_s: f
         DirectoryError: it could not be made, on every rank.
         DirectoryNotSharedError: some ranks do not see it.
     """
-    folder = home.prefilled(key)
+    folder = extra_files.prefilled(home.pending / key)
 
     def make(_: object) -> str:
         with naming(rank=0, phase="making a folder for hooks", path=folder):
