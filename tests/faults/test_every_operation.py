@@ -44,7 +44,7 @@ def test_a_killed_job_leaves_the_old_or_the_new(tmp_path, matrix, name, fault, f
 @pytest.mark.parametrize("name", SOME_RANDOM)
 def test_random_kills_leave_the_old_or_the_new(tmp_path, matrix, name):
     """SIGKILL of the whole job at random moments of a save, again and again: old or new, and the new one if it was reported."""
-    count = 150 if THOROUGH else 7
+    count = 150 if THOROUGH else 8
     seed = int.from_bytes(os.urandom(3))
     trials, said = sweep(tmp_path, name, "random", first=count, step=seed)
     assert len(trials) == count

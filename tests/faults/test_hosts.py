@@ -11,6 +11,7 @@ from two_hosts import START_S, Job, check_start, chosen
 
 from kit.hosts import Hosts, behind, needs_hosts
 from kit.patience import wait_until
+from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
 
@@ -62,7 +63,7 @@ def test_kills_over_two_hosts_lose_nothing(tmp_path, matrix, kind):
     older than what was reported committed, with every byte; on the same host within 2 s, from another one within the lease
     and 5 s. SAFE_CKPT_HOST_KILLS sets how often.
     """
-    trials, chance = chosen("SAFE_CKPT_HOST_KILLS", 2)
+    trials, chance = chosen("SAFE_CKPT_HOST_KILLS", 3 if THOROUGH else 2)
     outcomes, within, committed = Counter(), 0, 0
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share(kind)
@@ -118,7 +119,7 @@ def test_a_host_that_was_unplugged_comes_back(tmp_path, matrix, kind):
     """One host is off the network for one to three times ``peer_stall_s``: every save is committed or fails by name, on all
     ranks, and the first one that all begin when the link is back works. SAFE_CKPT_PARTITIONS sets how often.
     """
-    trials, chance = chosen("SAFE_CKPT_PARTITIONS", 2)
+    trials, chance = chosen("SAFE_CKPT_PARTITIONS", 3 if THOROUGH else 2)
     outcomes = Counter()
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share(kind)
@@ -180,7 +181,7 @@ def test_a_job_that_was_taken_over_leaves_no_trace(tmp_path, matrix, kind):
     it appears after the first commit of the second, it is told who has the directory, and all that is there verifies.
     SAFE_CKPT_TWO_JOBS sets how often.
     """
-    trials, chance = chosen("SAFE_CKPT_TWO_JOBS", 1)
+    trials, chance = chosen("SAFE_CKPT_TWO_JOBS", 2 if THOROUGH else 1)
     outcomes = Counter()
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share(kind)
