@@ -28,6 +28,7 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.candidate import FileReader, Reader
+from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.resuming.host_reader import HostReader, everything
 from safe_ckpt.core.resuming.one_resume import Offered
 from safe_ckpt.core.resuming.visit import Visit, Visitors
@@ -286,13 +287,12 @@ class Saver:
         """Reads candidates of a directory. Where each host has its own, each gets all files of one first."""
         if not isinstance(home, HostHome):
             return FileReader(self.engine, verify or self.verify_share)
-        return HostReader(
-            self.engine, home, everything, lambda path, host: self._verify_on(path, len(host.ranks), host.place)
-        )
 
-    def _verify_on(self, path: Path, size: int, rank: int) -> None:
-        verify_share(path, rank, size)
-        refuse_code(path, rank, size)
+        def verify_on(path: Path, host: Host) -> None:
+            verify_share(path, host.place, len(host.ranks))
+            refuse_code(path, host.place, len(host.ranks))
+
+        return HostReader(self.engine, home, everything, verify_on)
 
     def verify_share(self, path: Path) -> None:
         """Verify this rank's share of one checkpoint, and refuse what would run code when a framework reads it.

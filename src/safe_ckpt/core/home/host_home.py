@@ -524,9 +524,12 @@ class HostPublication(FilePublication):
         return files
 
     def _adopted(self, written: Collection[str]) -> list[FileEntry]:
-        """What hooks have written on the other hosts. Of one name the first host's counts."""
+        """Take on files that hooks have written on the other hosts. Of one name the first host's counts."""
         told = self._home.call("adopt", {"attempt": self._new.attempt, "written": sorted(written)})
-        found = {row["path"]: FileEntry(**row) for leader in sorted(told, reverse=True) for row in told[leader]}
+        found: dict[str, FileEntry] = {}
+        for leader in sorted(told):
+            for row in told[leader]:
+                found.setdefault(row["path"], FileEntry(**row))
         return [entry for path, entry in found.items() if not os.path.lexists(self.folder / path)]
 
     def prepare(self) -> None:

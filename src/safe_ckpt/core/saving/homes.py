@@ -139,8 +139,8 @@ class HeldHomes:
             )
             raise ConfigError(key="mirror.near", message=message)
         coordinator = self._coordinator
-        path = in_files(home.path)
-        hosts = hosts_that_see(coordinator, in_files(home.hidden), config.timeouts.barrier_s)
+        path, shown = map(in_files, (home.path, home.hidden))
+        hosts = hosts_that_see(coordinator, shown, config.timeouts.barrier_s)
         if len(hosts) == 1:
             return home
         meeting = Meeting(

@@ -114,7 +114,7 @@ def judge_file_system(mount: Mount) -> CheckResult:
 
 
 def medium_of(mount: Mount, device: int, blocks: Path = _BLOCKS) -> str:
-    """What the files lie on: memory, NVMe, a disk, the network; "" where that is not known, as behind a FUSE program.
+    """Where the files lie: memory, NVMe, a disk, the network; "" where that is not known, as behind a FUSE program.
 
     Args:
         mount: the mount.
