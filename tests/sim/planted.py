@@ -341,7 +341,10 @@ ON_HOSTS: dict[str, dict[str, Patch]] = {
         )
     },
     "no part is sealed elsewhere": {
-        _HOSTS: _swap("        publication.seal_as(manifest)\n", ""),
+        _HOSTS: _swap(
+            '        publication.seal_as(manifest, self._additions.get(args["attempt"], Additions()).keep_foreign)\n',
+            "",
+        ),
     },
     "a part is sealed without a sync": {
         _HOME: _swap(
